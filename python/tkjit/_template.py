@@ -1,0 +1,261 @@
+"""Templates: their text, an instance's name and key, and the compiled kernel."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import _core, _env, _nvrtc, cache
+from ._errors import CompileError
+
+if TYPE_CHECKING:
+    from ._plan import Arg, Launch
+
+SCHEMA = 1  # of the key; another meaning of an entry needs another number
+
+# How a dtype reads in a template's arguments.
+CTYPES = {
+    "float16": "tk::f16",
+    "bfloat16": "tk::bf16",
+    "float32": "float",
+    "float64": "double",
+    "int8": "signed char",
+    "uint8": "unsigned char",
+    "int16": "short",
+    "int32": "int",
+    "int64": "long long",
+    "bool": "bool",
+}
+
+OPTIONS = ("--std=c++17", "--no-source-include", "--ptxas-options=-v")  # -v: registers and spills, into the log
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+def _root() -> Path:
+    """Where the template texts lie: in the package, or beside the C sources of an editable install."""
+    installed = Path(__file__).parent / "templates"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "csrc" / "templates"
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return (_root() / name).read_text(encoding="utf-8")
+
+
+def _closure(source: str) -> dict[str, str]:
+    """Every file that the source includes, directly or not, by the name it is included by."""
+    found: dict[str, str] = {}
+    waiting = _INCLUDE.findall(source)
+    while waiting:
+        name = waiting.pop()
+        if name not in found and (_root() / name).is_file():  # else NVRTC says what is missing, with its line
+            found[name] = _text(name)
+            waiting += _INCLUDE.findall(found[name])
+    return dict(sorted(found.items()))
+
+
+def _argument(value: object) -> str:
+    """A template argument as C++ reads it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return CTYPES.get(value, value) if isinstance(value, str) else str(value)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A CUDA source whose kernels are templates. ``name`` is its file's stem and its namespace."""
+
+    name: str
+    source: str
+    headers: dict[str, str] = field(compare=False)
+    namespace: str = ""
+
+    @staticmethod
+    def from_source(source: str, name: str) -> Template:
+        """A template from text rather than from the package; it may include the package's files."""
+        return Template(name, source, _closure(source))
+
+    def kernel(self, kernel: str, **arguments: object) -> Instance:
+        """An instance, its template arguments in the order given."""
+        inner = ", ".join(_argument(value) for value in arguments.values())
+        path = f"{self.namespace}::{kernel}" if self.namespace else kernel
+        return Instance(self, f"{path}<{inner}>" if arguments else path)
+
+
+@functools.cache
+def template(name: str) -> Template:
+    """The package's template of this name."""
+    source = _text(f"{name}.cuh")
+    return Template(name, source, _closure(source), name)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A kernel of a template with its arguments: for any architecture, not compiled yet."""
+
+    template: Template
+    expression: str
+
+    def launch(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: Sequence[Arg],
+        cluster: int | Sequence[int] = 1,
+        smem: int = 0,
+    ) -> Launch:
+        """One launch in a plan; grid counts blocks, smem is dynamic shared memory in bytes."""
+        from ._plan import Launch
+
+        return Launch(self, _three(grid), _three(block), _three(cluster), smem, tuple(args))
+
+    def compiled(self, arch: str) -> _core.Kernel:
+        """The kernel's binary for an architecture: from memory, from the cache, or compiled now."""
+        target, ptx = _nvrtc.target_of(arch)
+        kernel = _kernel(self.template, self.expression, target, ptx)
+        _ensure(kernel, self, target)
+        return kernel
+
+
+def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
+    x, y, z = (*((size,) if isinstance(size, int) else tuple(size)), 1, 1, 1)[:3]
+    return (x, y, z)
+
+
+def key_fields(template: Template, expression: str, options: Sequence[str], version: tuple[int, int]) -> list[str]:
+    """All that a binary depends on, and nothing else: no path, no driver, no time."""
+    headers = [part for item in template.headers.items() for part in item]
+    return [
+        f"tkjit kernel {SCHEMA}",
+        f"nvrtc {version[0]}.{version[1]}",
+        expression,
+        *options,
+        "",
+        template.source,
+        *headers,
+    ]
+
+
+def digest(fields: Sequence[str]) -> str:
+    """SHA-256 over the fields, each behind its length, so that no two lists run into one."""
+    sha = hashlib.sha256()
+    for text in fields:
+        data = text.encode("utf-8", "surrogatepass")
+        sha.update(len(data).to_bytes(8, "little"))
+        sha.update(data)
+    return sha.hexdigest()
+
+
+_kernels: dict[tuple[Template, str, str], _core.Kernel] = {}
+_kernels_lock = threading.Lock()
+
+
+def _kernel(template: Template, expression: str, target: str, ptx: bool) -> _core.Kernel:
+    """One Kernel for each instance and architecture, so that threads that ask at once compile once."""
+    found = _kernels.get((template, expression, target))
+    if found is not None:
+        return found
+    version = _nvrtc.identify().version
+    options = (f"--gpu-architecture={target}", *OPTIONS)
+    meta = {"template": template.name, "kernel": expression, "arch": target, "nvrtc": f"{version[0]}.{version[1]}"}
+    kernel = _core.Kernel(
+        key=digest(key_fields(template, expression, options, version)),
+        name=f"{template.name}.cuh",
+        source=template.source,
+        expression=expression,
+        headers=tuple(template.headers.items()),
+        options=options,
+        ptx=ptx,
+        meta="".join(f"{name}: {value}\n" for name, value in meta.items()),
+    )
+    with _kernels_lock:
+        return _kernels.setdefault((template, expression, target), kernel)
+
+
+# How long a process waits for another that compiles the same kernel, before it compiles too.
+PATIENCE_MS = 10_000
+
+
+def _ensure(kernel: _core.Kernel, instance: Instance, target: str) -> None:
+    folders = cache.folders()
+    trust = _env.flag("TKJIT_CACHE_TRUST")
+    if kernel.ensure(folders.all, folders.home, trust, False, 0) != "nowhere":
+        return
+    if _env.flag("TKJIT_NO_JIT"):
+        raise CompileError(
+            f"{instance.expression} for {target} is not in the cache, and TKJIT_NO_JIT forbids to compile it. Run the op once "
+            "without TKJIT_NO_JIT, or tkjit.warmup(), to fill the cache",
+            name=instance.template.name,
+            expression=instance.expression,
+            arch=target,
+            options=kernel.options,
+        )
+    _nvrtc.open_library()  # only now: a warm cache needs no compiler
+    try:
+        origin = kernel.ensure(folders.all, folders.home, trust, True, PATIENCE_MS)
+    except CompileError as error:
+        raise _explained(error, kernel, instance, target) from None
+    if origin == "nvrtc":
+        cache.after_compile(kernel.publish_errno)
+
+
+def _explained(error: CompileError, kernel: _core.Kernel, instance: Instance, target: str) -> CompileError:
+    """The same error with what a person needs to mend it."""
+    log = str(error)
+    name = f"{instance.template.name}.cuh"
+    listing = _excerpt(instance.template.source, log, name)
+    saved = _save_reproducer(instance, kernel.options, log)
+    parts = [f"{instance.expression} did not compile for {target}:\n{log.strip()}"]
+    if listing:
+        parts.append(f"{name}:\n{listing}")
+    parts.append(f"options: {' '.join(kernel.options)}")
+    if saved:
+        parts.append(f"reproducer: {saved}")
+    message = "\n\n".join(parts)
+    source = instance.template.source
+    return CompileError(
+        message, instance.template.name, instance.expression, target, kernel.options, log, source, saved
+    )
+
+
+def _excerpt(source: str, log: str, name: str, around: int = 3) -> str:
+    """The numbered lines around the first error that the log places in the file."""
+    place = re.search(rf"^{re.escape(name)}\((\d+)\): (?:catastrophic )?error", log, re.MULTILINE)
+    if place is None:
+        return ""
+    at = int(place[1])
+    lines = source.split("\n")
+    first, last = max(1, at - around), min(len(lines), at + around)
+    return "\n".join(f"{'>' if n == at else ' '} {n:5} | {lines[n - 1][:200]}" for n in range(first, last + 1))
+
+
+def _save_reproducer(instance: Instance, options: Sequence[str], log: str) -> str | None:
+    """One file that compiles alone and holds options and log; None where it cannot be written."""
+    head = [f"// {instance.expression}", f"// nvrtc {' '.join(options)}", *(f"// {line}" for line in log.splitlines())]
+    texts: list[str] = []
+    _inline(instance.template.source, instance.template.headers, set(), texts)
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="tkjit-", suffix=".cu", delete=False) as file:
+            file.write("\n".join([*head, "", *texts]))
+        return file.name
+    except OSError:
+        return None
+
+
+def _inline(source: str, headers: dict[str, str], seen: set[str], out: list[str]) -> None:
+    """Append the source with its known includes written out, each once."""
+    for line in source.split("\n"):
+        match = _INCLUDE.match(line)
+        if match is None or match[1] not in headers:
+            out.append(line)
+        elif match[1] not in seen:
+            seen.add(match[1])
+            _inline(headers[match[1]], headers, seen, out)

@@ -1,0 +1,199 @@
+"""How an op meets the rest of torch: autograd, torch.compile, autocast, transforms, subclasses, devices.
+
+An op's public function checks ``compiling()`` and else calls what :func:`routed` returns. That is C, and for a plain CUDA
+tensor it goes on to the launch plan or to the autograd.Function; every other call comes to :func:`_slow` below.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import _core
+from ._errors import DeviceError
+
+# True while torch.compile traces; costs a call that returns False otherwise.
+compiling = torch.compiler.is_dynamo_compiling
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the slow path has to know of an op. Every callable takes the arguments of the raw op.
+
+    Attributes:
+        name: As users call it, for messages.
+        public: Arguments -> the function that users call and its arguments, for subclasses with ``__torch_function__``.
+        library: The ``torch.ops`` entry: for dispatch modes, fake and meta tensors.
+        fallback: torch's own function: for transforms, forward-mode AD and layouts that are torch's business.
+        autocast: Arguments -> arguments as torch's autocast would make them.
+        dtypes: What the kernels take.
+    """
+
+    name: str
+    public: Callable[..., tuple[Callable[..., Any], tuple]]
+    library: Callable[..., Any]
+    fallback: Callable[..., Any]
+    autocast: Callable[..., tuple]
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callable[..., Op]) -> Callable[..., Any]:
+    """The callable behind a public function.
+
+    Args:
+        raw: What ``@planned`` returned.
+        function: Its autograd.Function. It is given the tensors among the arguments; ``ctx.scalars`` holds the others.
+        op_of: The arguments -> their Op.
+    """
+    core = raw.__self__  # type: ignore[attr-defined]
+
+    def autograd(*scalars: Any) -> Callable[..., Any]:
+        # A class for each set of scalars: an argument of apply, or an attribute set on ctx, costs a tenth of a microsecond.
+        bound = type(function.__name__, (function,), {})
+        bound._backward_cls.scalars = scalars  # type: ignore[attr-defined]  # the type of ctx
+        # Not Function.apply: that adds 2 µs of checks for transforms, in which this is never called.
+        return super(torch.autograd.Function, bound).apply
+
+    core.autograd = autograd
+
+    def slow(*args: Any) -> Any:
+        return _slow(op_of(*args), core, args)
+
+    core.slow = slow
+    return core.call
+
+
+def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
+    if not isinstance(args[0], Tensor):
+        raise TypeError(f"{op.name}(): argument 'input' (position 1) must be Tensor, not {type(args[0]).__name__}")
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if has_torch_function(tensors):
+        function, public_args = op.public(*args)
+        return handle_torch_function(function, tensors, *public_args)
+    if _transformed() or torch.jit.is_tracing() or any(map(_is_torchs_business, tensors)):
+        return op.fallback(*args)
+    device = args[0].device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return core.call(*op.autocast(*args))
+    _check(op, tensors)
+    if device != "meta" and any(tensor.device.type != "cuda" for tensor in tensors):
+        _refuse_devices(op, tensors)
+    if any(map(_is_dispatching, tensors)) or torch._C._len_torch_dispatch_stack() or device == "meta":
+        return op.library(*args)
+    return core.direct(*map(_plain, args))
+
+
+def _transformed() -> bool:
+    """Inside vmap, grad or another functorch transform, or with a forward-mode level open."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _is_torchs_business(tensor: Tensor) -> bool:
+    """What has no memory of the kind a kernel wants: other layouts, and subclasses that know torch's own ops only."""
+    if _is_dispatching(tensor):
+        from torch._subclasses import FakeTensor
+        from torch._subclasses.functional_tensor import FunctionalTensor
+
+        return not isinstance(tensor, (FakeTensor, FunctionalTensor))
+    return tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor()
+
+
+def _is_dispatching(tensor: Tensor) -> bool:
+    """A subclass that takes over at the dispatcher, as fake tensors and DTensor do."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def _plain(arg: Any) -> Any:
+    """The same values as a Tensor itself, without a lazy negation."""
+    if not isinstance(arg, Tensor):
+        return arg
+    arg = arg.resolve_neg()
+    return arg if type(arg) in (Tensor, torch.nn.Parameter) else arg.as_subclass(Tensor)
+
+
+def _check(op: Op, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in op.dtypes:
+            # The type that torch's kernels raise for a dtype they lack.
+            raise NotImplementedError(
+                f"\"{op.name}\" not implemented for '{_scalar_name(tensor.dtype)}' (argument 'input')"
+            )
+
+
+def _scalar_name(dtype: torch.dtype) -> str:
+    """As torch's messages name it: Long, ComplexFloat, …"""
+    names = {
+        torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool",
+        torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
+    }  # fmt: skip
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _refuse_devices(op: Op, tensors: list[Tensor]) -> None:
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise RuntimeError(
+            f"{op.name}(): Expected all tensors to be on the same device, but found at least two devices, {' and '.join(devices)}!"
+        )
+    raise DeviceError(
+        f"{op.name}(): argument 'input' is on {devices[0]}; tkjit runs on CUDA tensors only: move it to a GPU"
+    )
+
+
+def write_into(
+    out: Tensor, name: str, dtype: torch.dtype, source: Tensor, compute: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The semantics of ``out=`` for an op whose result has the source's shape.
+
+    Args:
+        out: The caller's tensor; resized as torch does.
+        name: The op's, for messages.
+        dtype: The result's.
+        source: The op's input.
+        compute: Writes into the tensor it is given and returns it, or returns another one, which is then copied.
+    """
+    if torch.is_grad_enabled() and (source.requires_grad or out.requires_grad):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the arguments "
+            "requires grad."
+        )
+    if out.dtype != dtype:
+        raise RuntimeError(f"{name}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
+    if out.device != source.device:
+        raise RuntimeError(f"{name}(): Expected out tensor on {source.device}, but got {out.device} instead")
+    if out.shape != source.shape:
+        if out.numel() > 0:
+            warnings.warn(
+                f"An output with one or more elements was resized since it had shape {list(out.shape)}, which does not match the "
+                f"required output shape {list(source.shape)}. This behavior is deprecated.",
+                stacklevel=4,
+            )
+        out.resize_(source.shape)
+    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+        raise RuntimeError(
+            f"{name}(): unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    result = compute(out)
+    if result is not out:
+        out.copy_(result)
+    elif not out.is_inference():  # those have no version
+        torch.autograd.graph.increment_version(out)
+    return out
+
+
+def may_write_directly(out: Tensor, source: Tensor) -> bool:
+    """Whether a kernel may write ``out`` while it reads ``source``: plain tensors that share no memory, or all of it alike."""
+    if _core.route(source, out) != 0:
+        return False
+    if out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        return True
+    return out.data_ptr() == source.data_ptr() and out.stride() == source.stride()
