@@ -87,9 +87,14 @@ key_add_scalar(tk_key *k, PyObject *object)
         tag = TAG_BOOL;
         value = object == Py_True;
     }
-    else if (PyLong_Check(object)) {
+    else if (PyIndex_Check(object)) { /* int, NumPy's integers */
+        PyObject *number = PyNumber_Index(object);
+        if (number == NULL) {
+            return -1;
+        }
         tag = TAG_INT;
-        value = (uint64_t)PyLong_AsLongLong(object);
+        value = (uint64_t)PyLong_AsLongLong(number);
+        Py_DECREF(number);
         if (value == UINT64_MAX && PyErr_Occurred()) {
             return -1;
         }

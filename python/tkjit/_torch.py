@@ -177,7 +177,7 @@ def write_into(
                 stacklevel=4,
             )
         out.resize_(source.shape)
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride())):
+    if _may_overlap(out):
         raise RuntimeError(
             f"{name}(): unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
@@ -188,6 +188,16 @@ def write_into(
     elif not out.is_inference():  # those have no version
         torch.autograd.graph.increment_version(out)
     return out
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether two elements may lie in one place: no proof that each dimension steps over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1):
+        if stride <= reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
 
 
 def may_write_directly(out: Tensor, source: Tensor) -> bool:

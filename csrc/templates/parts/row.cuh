@@ -1,0 +1,524 @@
+// The row reduction: read a row once, keep it in registers, reduce it over its threads, write a row.
+//
+// Who holds what. A *team* of kTeam threads holds a row, or, in a cluster of kCluster blocks, its block's *part* of the
+// row: kVecs vectors of kVec elements a thread, the columns of a warp side by side. A block has kTeams teams (one if a row
+// takes a cluster). Which thread holds which column depends on these numbers alone, never on an address or on the count of
+// rows: so the order of a sum, and with it a row's bits, are the same in any batch.
+//
+// How it comes in. Directly, each thread with its own loads; or (kRing) each warp through its own ring in shared memory,
+// that bulk copies keep full: chunks of kChunkVecs vectors a lane, or of whole rows where a warp holds several. A chunk's
+// place in the ring is refilled as soon as the warp has it in registers, so the next rows' bytes are under way while this
+// row is reduced and written, and no warp waits for another but in the reduction.
+//
+// Which block takes which row. Tiles of kTeams rows are dealt out in turn; or, given a counter, the third tile of a block
+// and all later ones are drawn from it (kDraws), so that no block has a row to do when the others are done.
+//
+// Any alignment. kAligned: the host guarantees that rows start on 16 bytes in every tensor, n_cols is a multiple of kVec;
+// a thread's vector is kVec columns side by side. Otherwise an element alignment is enough: the ring is filled with the
+// 16-byte granules that hold the elements, never reaching outside the tensor, and element i of a vector is the i-th of
+// the columns that the lanes take one by one. So neighbour lanes always touch neighbour elements, in shared memory without
+// a bank conflict and in global memory in whole lines; putting 16 bytes together from two granules took three times the
+// instructions.
+//
+// In place: an output that is exactly its row's input may be written, since a row is in registers before it is written.
+#pragma once
+#include "tk/tk.cuh"
+
+namespace row {
+
+// Where row r of each tensor starts, in elements: the dims other than the reduced one, outermost first. By value.
+template <int kDims, int kTensors>
+struct Rows {
+    int64_t size[kDims];
+    int64_t stride[kTensors][kDims];
+
+    // 64 bits: the reach of the strides may pass 2^31 whatever the count of elements.
+    template <int kTensor>
+    TK_DEVICE int64_t offset(int64_t r) const
+    {
+        int64_t o = 0;
+#pragma unroll
+        for (int d = kDims - 1; d > 0; --d) {
+            const int64_t q = r / size[d];
+            o += (r - q * size[d]) * stride[kTensor][d];
+            r = q;
+        }
+        return o + r * stride[kTensor][0];
+    }
+};
+
+template <class T_, class Out_, int kStreams_, int kTeam_, int kTeams_, int kCluster_, int kVecs_, int kChunkVecs_,
+          bool kRing_, bool kAligned_>
+struct Geometry {
+    using T = T_;
+    using Out = Out_;
+    static constexpr int kStreams = kStreams_, kTeam = kTeam_, kTeams = kTeams_, kCluster = kCluster_;
+    static constexpr int kVecs = kVecs_, kChunkVecs = kChunkVecs_;
+    static constexpr bool kRing = kRing_, kAligned = kAligned_;
+
+    static constexpr int kVec = 16 / (sizeof(T) < sizeof(Out) ? sizeof(T) : sizeof(Out));
+    static constexpr int kLanes = kTeam < 32 ? kTeam : 32;      // of a team in one warp
+    static constexpr int kWarps = kTeam / kLanes;               // of a team
+    static constexpr int kThreads = kTeam * kTeams;             // of the block
+    static constexpr int kChunks = kVecs / kChunkVecs;
+    static constexpr int kChunkCols = kLanes * kChunkVecs * kVec;  // of a warp
+    static constexpr int kWarpRows = 32 / kLanes;                  // rows of which a warp holds columns
+    static constexpr int kMaxStages = 16;
+
+    static_assert((kTeam & (kTeam - 1)) == 0 && kThreads % 32 == 0 && kVecs % kChunkVecs == 0);
+    static_assert(kTeams == 1 || kCluster == 1);
+    static_assert(kTeam >= 32 || kChunks == 1, "a chunk is a piece of one row, or whole rows");
+    static_assert(kTeams == 1 || kTeam <= 32 || kTeams <= 15, "a team of several warps has its own named barrier");
+
+    TK_DEVICE static int team() { return int(threadIdx.x) / kTeam; }
+    TK_DEVICE static int rank() { return int(threadIdx.x) % kTeam; }
+    TK_DEVICE static int part() { return kCluster > 1 ? tk::cluster_rank() : 0; }
+
+    // The warp's first column, and this thread's. Its vector k lies k * kStep behind: a constant, so that one address
+    // serves all vectors of a row.
+    TK_DEVICE static int warp_col() { return (part() * kWarps + rank() / kLanes) * kLanes * kVecs * kVec; }
+    TK_DEVICE static int lane_col() { return rank() % kLanes * (kAligned ? kVec : 1); }
+    TK_DEVICE static int first_col() { return warp_col() + lane_col(); }
+    static constexpr int kStep = kLanes * kVec;
+    static constexpr int kElementStep = kAligned ? 1 : kLanes;  // from one element of a vector to the next
+
+    // Tiles of kTeams rows, for the blocks (clusters) of a grid of any size.
+    static constexpr bool kDraws = kRing && kTeams == 1 && kWarps > 1;
+    TK_DEVICE static int64_t first_tile() { return blockIdx.x / kCluster; }
+    TK_DEVICE static int64_t tile_step() { return gridDim.x / kCluster; }
+    TK_DEVICE static int64_t tiles(int64_t n_rows) { return (n_rows + kTeams - 1) / kTeams; }
+
+    TK_DEVICE static void sync_team() { tk::sync_named(1 + (kTeams > 1 ? team() : 0), kTeam); }
+};
+
+// What a kernel keeps in shared memory; the rings of chunks lie behind it.
+template <class G, class Value>
+struct alignas(128) Shared {
+    tk::Barrier full[G::kRing ? G::kThreads / 32 : 1][G::kMaxStages];  // each warp's: a chunk's bytes are there
+    tk::Barrier gathered[2];  // the partial values of all blocks of the cluster are there
+    int64_t drawn[4];         // the tiles of rows 2, 3, 4, ... of this block
+    Value partial[2][G::kThreads / 32 * G::kCluster];
+
+    TK_DEVICE char* rings() { return reinterpret_cast<char*>(this + 1); }
+};
+
+// The tensors that are read, and the ring they are read through.
+template <class G, int kDims>
+struct Input {
+    using T = typename G::T;
+    static constexpr int kSize = sizeof(T);
+    const T* base[G::kStreams];
+    int64_t extent[G::kStreams];  // elements from the first to the last, inclusive: nothing else is read
+    int64_t n_rows;
+    int n_cols;
+    int stages, slot_bytes;       // of a warp's ring; slot_bytes is a stream's room in a stage
+    uint64_t* counter;            // 0 at the start; or null. With a counter, stages <= kChunks: a warp fetches a row ahead
+
+    // The distance of two rows in a slot, if they don't lie back to back.
+    TK_DEVICE int pitch() const { return (n_cols * kSize + (G::kAligned ? 0 : 16) + 15) & ~15; }
+
+    // Whether rows lie back to back in every stream: then a single copy fetches those of a warp.
+    template <int kTensors>
+    TK_DEVICE bool together(const Rows<kDims, kTensors>& rows) const
+    {
+        bool all = kDims == 1;
+#pragma unroll
+        for (int s = 0; s < G::kStreams; ++s) {
+            all = all && rows.stride[s + 1][0] == n_cols;
+        }
+        return all;
+    }
+};
+
+// Copies the elements of the granule `from` that lie in [lo, hi), one by one; the rest of it becomes 0.
+template <class T>
+TK_DEVICE void copy_edge(char* to, uintptr_t from, uintptr_t lo, uintptr_t hi)
+{
+#pragma unroll
+    for (int i = 0; i < 16 / int(sizeof(T)); ++i) {
+        const uintptr_t p = from + i * sizeof(T);
+        reinterpret_cast<T*>(to)[i] = p >= lo && p < hi ? *reinterpret_cast<const T*>(p) : T{};
+    }
+    tk::fence_async();  // a later bulk copy may write this place
+}
+
+// Fetches the granules that hold the bytes [begin, end) to `to` and returns how many bytes will be counted at `full`.
+// Granules that reach over the ends of the tensor [lo, hi) are copied by element, before this thread's next arrival.
+template <class G>
+TK_DEVICE int copy_span(char* to, uintptr_t begin, uintptr_t end, uintptr_t lo, uintptr_t hi, tk::Barrier& full)
+{
+    uintptr_t b = begin & ~uintptr_t(15), e = (end + 15) & ~uintptr_t(15);
+    if constexpr (!G::kAligned) {
+        if (b < lo) {
+            copy_edge<typename G::T>(to, b, lo, hi);
+            b += 16;
+            to += 16;
+        }
+        if (e > hi && e > b) {
+            e -= 16;
+            copy_edge<typename G::T>(to + (e - b), e, lo, hi);
+        }
+    }
+    if (e > b) {
+        tk::bulk_load(to, reinterpret_cast<const void*>(b), int(e - b), full);
+    }
+    return int(e - b);
+}
+
+// Vector k of a row's columns that are this thread's; the first of them is at `mine` in global memory, and `left` columns
+// of the row are not before it. Elements past the row's end are those of `fill`. has_columns: the row has any.
+template <class G>
+TK_DEVICE tk::Vec<typename G::T, G::kVec> load_row(const typename G::T* mine, int k, int left, bool has_columns,
+                                                   const tk::Vec<typename G::T, G::kVec>& fill)
+{
+    using T = typename G::T;
+    tk::Vec<T, G::kVec> v = fill;
+    if constexpr (G::kAligned) {
+        if (k * G::kStep < left) {
+            v.raw = tk::load_global<tk::Vec<T, G::kVec>::kBytes, tk::kReadOnce>(mine + k * G::kStep);
+        }
+    } else if (has_columns) {
+        // Every element is loaded, past the end the row's last one: with a branch for each the compiler spills.
+#pragma unroll
+        for (int i = 0; i < G::kVec; ++i) {
+            const int c = k * G::kStep + i * G::kElementStep;
+            const auto e = tk::load_global<int(sizeof(T))>(mine + tk::min(c, left - 1));
+            v.set_element(i, c < left ? e : fill.element(i));
+        }
+    }
+    return v;
+}
+
+// The same, from the ring's copy; `mine` is vector k's place there.
+template <class G>
+TK_DEVICE tk::Vec<typename G::T, G::kVec> load_ring(const char* mine, int k, int left,
+                                                    const tk::Vec<typename G::T, G::kVec>& fill)
+{
+    using T = typename G::T;
+    tk::Vec<T, G::kVec> v = fill;
+    const int first = k * G::kStep, last = first + (G::kVec - 1) * G::kElementStep;
+    if constexpr (G::kAligned) {
+        if (first < left) {
+            v.raw = tk::load_shared<tk::Vec<T, G::kVec>::kBytes>(mine);
+        }
+        return v;
+    }
+    if (last < left) {
+#pragma unroll
+        for (int i = 0; i < G::kVec; ++i) {
+            v.set_element(i, tk::load_shared<int(sizeof(T))>(mine + i * G::kElementStep * int(sizeof(T))));
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < G::kVec; ++i) {
+            if (first + i * G::kElementStep < left) {
+                v.set_element(i, tk::load_shared<int(sizeof(T))>(mine + i * G::kElementStep * int(sizeof(T))));
+            }
+        }
+    }
+    return v.again();  // packed: without it the compiler would keep each element in a register of its own
+}
+
+// One row's part in the registers of its team.
+template <class G>
+struct Tile {
+    using T = typename G::T;
+    using Acc = tk::accumulator_t<T>;
+    tk::Vec<T, G::kVec> v[G::kVecs];
+};
+
+// Reads rows, one after another.
+template <class G, int kDims, int kTensors, class Value>
+struct Reader {
+    using T = typename G::T;
+    using In = Input<G, kDims>;
+
+    Shared<G, Value>& shared;
+    const In& in;
+    const Rows<kDims, kTensors>& rows;
+    int stage = 0, phase = 0;                // where in the ring the next chunk is read, and fetched
+    int row = 0;                             // rows read so far
+    int next_row = 0, next_chunk = 0;        // the chunk that is fetched next
+    int64_t draw = 0;                        // thread 0's: the tile of row `row + 2`
+
+    TK_DEVICE static int warp() { return int(threadIdx.x) / 32; }
+    TK_DEVICE char* slot(int stream)
+    {
+        return shared.rings() + ((warp() * in.stages + stage) * G::kStreams + stream) * in.slot_bytes;
+    }
+    TK_DEVICE void advance()
+    {
+        if (++stage == in.stages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    // The tile of the block's row number i; known two rows ahead.
+    TK_DEVICE int64_t tile(int i) const
+    {
+        if (G::kDraws && in.counter && i >= 2) {
+            return shared.drawn[i % 4];
+        }
+        return G::first_tile() + i * G::tile_step();
+    }
+    TK_DEVICE bool more() const { return tile(row) < G::tiles(in.n_rows); }
+    TK_DEVICE void next() { ++row; }
+
+    // Before the first row, by the whole block (cluster).
+    TK_DEVICE void begin()
+    {
+        if constexpr (G::kRing) {
+            // A warp's barriers and ring are its own: it alone has to wait until they are ready.
+            if (tk::lane() < in.stages) {
+                tk::init(shared.full[warp()][tk::lane()], 1);
+                tk::fence_barrier_init();
+            }
+            tk::sync_warp();
+            for (int i = 0; i < in.stages; ++i) {
+                fetch();
+                advance();
+            }
+            phase = 0;
+        }
+        if constexpr (G::kCluster > 1) {
+            if (threadIdx.x == 0) {
+                tk::init(shared.gathered[0], 1);
+                tk::init(shared.gathered[1], 1);
+                tk::fence_barrier_init();
+            }
+            tk::sync_cluster();  // the barriers are initialized before a neighbour uses them
+        }
+    }
+
+    // After the last row: no block's shared memory goes away while a neighbour's values are on their way to it.
+    TK_DEVICE void end()
+    {
+        if constexpr (G::kCluster > 1) {
+            tk::sync_cluster();
+        }
+    }
+
+    // Starts the copies of the warp's next chunk to the place `stage`, which all its lanes are done with.
+    TK_DEVICE void fetch()
+    {
+        const int64_t next_tile = tile(next_row);
+        if (next_tile >= G::tiles(in.n_rows)) {
+            return;
+        }
+        // The warp's first row of the tile, and how many of its rows there are.
+        const int64_t r0 = next_tile * G::kTeams + (G::kTeams > 1 ? warp() * 32 / G::kTeam : 0);
+        const int n = int(tk::max<int64_t>(0, tk::min<int64_t>(G::kWarpRows, in.n_rows - r0)));
+        const int c0 = G::warp_col() + next_chunk * G::kChunkCols;
+        const int c1 = G::kWarpRows > 1 ? in.n_cols : tk::min(c0 + G::kChunkCols, in.n_cols);
+        int bytes = 0;
+        if (n > 0 && c0 < c1) {
+            bytes = fetch_stream<0>(r0, n, c0, c1);
+            if constexpr (G::kStreams > 1) {
+                bytes += fetch_stream<1>(r0, n, c0, c1);
+            }
+        }
+        bytes = tk::sum_lanes(bytes);
+        if (tk::lane() == 0) {
+            tk::arrive_expect(shared.full[warp()][stage], bytes);
+        }
+        if (++next_chunk == G::kChunks) {
+            next_chunk = 0;
+            ++next_row;
+        }
+    }
+
+    // One lane's share of stream kStream's copies: columns [c0, c1) of the rows [r0, r0 + n). Returns the counted bytes.
+    template <int kStream>
+    TK_DEVICE int fetch_stream(int64_t r0, int n, int c0, int c1)
+    {
+        const bool together = G::kWarpRows > 1 && in.together(rows);
+        const int copies = G::kWarpRows == 1 || together ? 1 : n;
+        const int i = copies == 1 ? tk::lane() - kStream : tk::lane();  // a single copy: each stream has its own lane
+        if (i < 0 || i >= copies) {
+            return 0;
+        }
+        const uintptr_t lo = uintptr_t(in.base[kStream]), hi = lo + in.extent[kStream] * sizeof(T);
+        const uintptr_t row = lo + rows.template offset<kStream + 1>(r0 + i) * sizeof(T);
+        const uintptr_t begin = row + c0 * sizeof(T);
+        const uintptr_t end = together ? begin + n * in.n_cols * sizeof(T) : row + c1 * sizeof(T);
+        return copy_span<G>(slot(kStream) + i * in.pitch(), begin, end, lo, hi, shared.full[warp()][stage]);
+    }
+
+    // The team's row.
+    TK_DEVICE int64_t current() const { return tile(row) * G::kTeams + G::team(); }
+
+    // Brings the team's row into t, one Tile a stream; columns past the row's end become `fill`.
+    TK_DEVICE void load(Tile<G> (&t)[G::kStreams], typename Tile<G>::Acc fill)
+    {
+        if constexpr (G::kDraws) {
+            if (in.counter && G::part() == 0 && threadIdx.x == 0) {
+                draw = 2 * G::tile_step() + int64_t(tk::fetch_add(in.counter, 1));
+            }
+        }
+        const auto filler = tk::Vec<T, G::kVec>::filled(fill);
+        const int64_t r = current();
+        const int cols = r < in.n_rows ? in.n_cols : 0;
+        const T* from[G::kStreams];
+        from[0] = in.base[0] + (cols > 0 ? rows.template offset<1>(r) : 0);
+        if constexpr (G::kStreams > 1) {
+            from[1] = in.base[1] + (cols > 0 ? rows.template offset<2>(r) : 0);
+        }
+        const int left = cols - G::first_col();
+
+#pragma unroll
+        for (int c = 0; c < G::kChunks; ++c) {
+            if constexpr (G::kRing) {
+                tk::wait(shared.full[warp()][stage], phase);  // the chunk is there
+            }
+#pragma unroll
+            for (int s = 0; s < G::kStreams; ++s) {
+                const char* mine = G::kRing ? in_ring(s, from[s], c) : nullptr;
+#pragma unroll
+                for (int j = 0; j < G::kChunkVecs; ++j) {
+                    const int k = c * G::kChunkVecs + j;
+                    if constexpr (G::kRing) {
+                        t[s].v[k] = load_ring<G>(mine + j * G::kStep * In::kSize, k, left, filler);
+                    } else {
+                        t[s].v[k] = load_row<G>(from[s] + G::first_col(), k, left, cols > 0, filler);
+                    }
+                }
+            }
+            if constexpr (G::kRing) {
+                tk::sync_warp();  // every lane has its columns
+                fetch();
+                advance();
+            }
+        }
+    }
+
+    // Where the ring has this thread's first column of the warp's chunk c.
+    TK_DEVICE const char* in_ring(int stream, const T* from, int c)
+    {
+        const int lane_row = tk::lane() / G::kLanes;
+        const T* first = from + (G::warp_col() + c * G::kChunkCols);
+        int skip = lane_row * in.pitch();
+        if (G::kWarpRows > 1 && in.together(rows)) {
+            // The first of the rows fixes where the bytes start within a granule.
+            skip = lane_row * in.n_cols * In::kSize;
+            first = from - lane_row * int64_t(in.n_cols);
+        }
+        return slot(stream) + skip + (G::kAligned ? 0 : int(uintptr_t(first) & 15)) + G::lane_col() * In::kSize;
+    }
+};
+
+// For a Reducer without a Reader.
+struct NoReader {
+    struct { uint64_t* counter = nullptr; } in;
+    int row = 0;
+    int64_t draw = 0;
+};
+
+// Reduces a value over the threads of a row; all of them get the same bits. Op: Value, identity(), combine(a, b),
+// lanes<kWidth>(v) = over groups of kWidth lanes. The slots alternate between two sets, so one barrier a reduction is
+// enough: a set is written again only after a reduction in which every warp took part after reading it. The same barrier
+// tells the block (cluster) which tile thread 0 has drawn.
+template <class G, class Op>
+struct Reducer {
+    using Value = typename Op::Value;
+    Shared<G, Value>& shared;
+    int turn = 0;
+
+    template <class Reader>
+    TK_DEVICE Value operator()(Value v, const Reader& reader)
+    {
+        const bool draws = G::kDraws && reader.in.counter;
+        int64_t* drawn = &shared.drawn[(reader.row + 2) % 4];
+        v = Op::template lanes<G::kLanes>(v);
+        constexpr int n = G::kWarps * G::kCluster;
+        if constexpr (n > 1) {
+            Value* slots = shared.partial[turn & 1] + G::team() * G::kWarps;
+            const int warp = G::rank() / 32;
+            if constexpr (G::kCluster == 1) {
+                if (tk::lane() == 0) {
+                    slots[warp] = v;
+                }
+                if (draws && threadIdx.x == 0) {
+                    *drawn = reader.draw;
+                }
+                G::sync_team();  // the partial values are written
+            } else {
+                tk::Barrier& gathered = shared.gathered[turn & 1];
+                if (threadIdx.x == 0) {
+                    tk::arrive_expect(gathered, n * int(sizeof(Value)) + (draws ? 8 : 0));
+                }
+                if (tk::lane() < G::kCluster) {
+                    tk::Words<sizeof(Value)> words;
+                    memcpy(&words, &v, sizeof(Value));
+                    tk::store_peer(&slots[G::part() * G::kWarps + warp], words, gathered, tk::lane());
+                }
+                if (draws && G::part() == 0 && warp == 0) {
+                    tk::Words<8> words;
+                    words.w[0] = tk::shuffle<32>(uint32_t(reader.draw), 0);
+                    words.w[1] = tk::shuffle<32>(uint32_t(uint64_t(reader.draw) >> 32), 0);
+                    if (tk::lane() < G::kCluster) {
+                        tk::store_peer(drawn, words, gathered, tk::lane());
+                    }
+                }
+                tk::wait_cluster(gathered, (turn >> 1) & 1);  // all blocks' partial values are here
+            }
+            v = slots[tk::lane() % (n < 32 ? n : 32)];
+#pragma unroll
+            for (int i = 32; i < n; i += 32) {
+                v = Op::combine(v, slots[i + tk::lane()]);
+            }
+            v = Op::template lanes<(n < 32 ? n : 32)>(v);
+            ++turn;
+        }
+        return v;
+    }
+};
+
+// Sum of one value.
+template <class Acc>
+struct Sum {
+    struct Value { Acc s; };
+
+    TK_DEVICE static Value identity() { return {Acc(0)}; }
+    TK_DEVICE static Value combine(Value a, Value b) { return {a.s + b.s}; }
+    template <int kWidth>
+    TK_DEVICE static Value lanes(Value v)
+    {
+#pragma unroll
+        for (int o = kWidth / 2; o > 0; o /= 2) {
+            v.s += tk::shuffle_xor(v.s, o);
+        }
+        return v;
+    }
+};
+
+// Writes a row, vector by vector, in the order of load.
+template <class G, tk::Hint kHint>
+struct Writer {
+    using Out = typename G::Out;
+    static constexpr int kVec = G::kVec, kSize = sizeof(Out);
+    Out* mine;  // at the thread's first column
+    int left;   // columns of the row that are not before it
+
+    TK_DEVICE Writer(Out* row, int n_cols) : mine(row + G::first_col()), left(n_cols - G::first_col()) {}
+
+    // The thread's vector k.
+    TK_DEVICE void put(int k, const tk::Vec<Out, kVec>& v)
+    {
+        if constexpr (G::kAligned) {
+            if (k * G::kStep < left) {
+                tk::store_global<kVec * kSize, kHint>(mine + k * G::kStep, v.raw);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                const int c = k * G::kStep + i * G::kElementStep;
+                if (c < left) {
+                    tk::store_global<kSize, kHint>(mine + c, v.element(i));
+                }
+            }
+        }
+    }
+};
+
+}  // namespace row

@@ -1,0 +1,57 @@
+// Arithmetic: maxima, exponentials, logarithms.
+#pragma once
+#include "tk/types.cuh"
+
+namespace tk {
+
+template <class Acc> struct limits;
+template <> struct limits<float> { TK_DEVICE static float inf() { return float_of(0x7f800000u); } };
+template <> struct limits<double> { TK_DEVICE static double inf() { return __longlong_as_double(0x7ff0000000000000ll); } };
+
+// The larger of two; a NaN loses to a number.
+TK_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
+TK_DEVICE double fmax(double a, double b) { return ::fmax(a, b); }
+
+// 2^v within 2 ulp; results under 2^-126 become 0; NaN stays NaN.
+TK_DEVICE float exp2(float v)
+{
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+// e^v for v <= 0 (larger v: right, until it overflows). kPrecise: within 3 ulp. Otherwise the relative error grows as
+// |v| * 2^-24, which is far below what a 16-bit result can show. Results under 2^-126 become 0; e^-inf is 0; NaN stays.
+template <bool kPrecise>
+TK_DEVICE float exp(float v)
+{
+    constexpr float kLog2e = 1.44269502e+00f, kLog2eLow = 1.92596303e-08f, kLn2 = 6.93147182e-01f;
+    if constexpr (!kPrecise) {
+        return exp2(v * kLog2e);
+    } else {
+        // v * log2(e) in two floats, head and rest; 2^(head + rest) = 2^head * (1 + rest * ln2). The clamp keeps -inf
+        // out of the rest (inf - inf) and lets NaN through, which fmaxf would not.
+        v = v < -110.0f ? -110.0f : v;
+        const float head = v * kLog2e;
+        const float rest = __fmaf_rn(v, kLog2eLow, __fmaf_rn(v, kLog2e, -head));
+        const float r = exp2(head);
+        return __fmaf_rn(r * kLn2, rest, r);
+    }
+}
+template <bool kPrecise>
+TK_DEVICE double exp(double v) { return ::exp(v); }
+
+// 1 / v within 1 ulp, for v that is neither tiny nor huge (2^-126 to 2^126) or isn't finite. No call, as a division is.
+TK_DEVICE float reciprocal(float v)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+TK_DEVICE double reciprocal(double v) { return 1.0 / v; }
+
+// Natural logarithm, within 2 ulp.
+TK_DEVICE float log(float v) { return ::logf(v); }
+TK_DEVICE double log(double v) { return ::log(v); }
+
+}  // namespace tk
