@@ -132,13 +132,22 @@ init_locked(tk_error *err)
 }
 
 int
+tkcu_check_fork(tk_error *err)
+{
+    if (!atomic_load(&cuda.forked)) {
+        return 0;
+    }
+    return tk_fail(err, TK_DEVICE,
+                   "CUDA was used before this process was forked, and "
+                   "does not survive a fork; use the 'spawn' start method "
+                   "of multiprocessing, or fork before the first use");
+}
+
+int
 tkcu_init(tk_error *err)
 {
-    if (atomic_load(&cuda.forked)) {
-        return tk_fail(err, TK_DEVICE,
-                       "CUDA was used before this process was forked, and "
-                       "does not survive a fork; use the 'spawn' start method "
-                       "of multiprocessing, or fork before the first use");
+    if (tkcu_check_fork(err) < 0) {
+        return -1;
     }
     if (atomic_load(&cuda.ready)) {
         return 0;

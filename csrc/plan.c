@@ -500,6 +500,10 @@ tkplan_run(tk_state *state, tk_plan *p, PyObject *const *args,
     for (int i = 0; i < p->n_args; i++) {
         slots[i] = views[i].ndim < 0 ? NULL : tktensor_data(&views[i]);
     }
+    /* Before torch is asked for memory, which it would refuse less clearly. */
+    if (p->n_steps > 0 && tkcu_check_fork(&err) < 0) {
+        return tk_raise(state, &err);
+    }
     if (make_buffers(state, p, args, made, slots) < 0) {
         goto done;
     }

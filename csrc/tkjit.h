@@ -160,6 +160,8 @@ typedef struct {
  * driver, and in the child of a process that had initialised it. */
 int tkcu_init(tk_error *err);
 bool tkcu_is_ready(void);
+/* Fails in the child of a process that had used the driver. */
+int tkcu_check_fork(tk_error *err);
 int tkcu_driver_version(int *version, tk_error *err);
 int tkcu_device_count(int *count, tk_error *err);
 /* Facts of a device; asks the driver once. */

@@ -229,6 +229,7 @@ def test_outputs_are_torchs_own_memory(device):
         out = empty_like(x, "float64")
         return plan(out)
 
+    x = torch.zeros(1 << 20, device=device)
     before = torch.cuda.memory_allocated()
-    z = copy(torch.zeros(1 << 20, device=device))
+    z = copy(x)
     assert z.dtype == torch.float64 and torch.cuda.memory_allocated() - before == 8 << 20

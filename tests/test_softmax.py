@@ -292,7 +292,7 @@ def test_dim_out_of_range_is_an_index_error_when_tracing(name: str):
 def test_dim_that_is_no_whole_number_is_a_type_error(name: str, device: str):
     ours, theirs = PAIRS[name]
     x = torch.ones(2, 3, device=device)
-    for dim in (0.5, "0", [0]):
+    for dim in (0.5, [0], True):
         for function in (ours, theirs):
             with pytest.raises(TypeError):
                 function(x, dim)

@@ -323,12 +323,33 @@ def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tup
     )
 
 
+# --- What a planner checks ---------------------------------------------------------------------------------------------
+
+
 def canonical(dim: int, ndim: int) -> int:
-    """The dimension counted from the front. Raises torch's IndexError; a 0-d tensor has the dimensions -1 and 0."""
+    """The dimension counted from the front. Raises what torch raises; a 0-d tensor has the dimensions -1 and 0."""
+    if isinstance(dim, bool) or not hasattr(dim, "__index__"):
+        raise TypeError(f"argument 'dim' must be int, not {type(dim).__name__}")
     reach = max(ndim, 1)
     if not -reach <= dim < reach:
         raise IndexError(f"Dimension out of range (expected to be in range of [{-reach}, {reach - 1}], but got {dim})")
     return dim % reach
+
+
+def require_dtype(op: str, dtype: str, accepted: Sequence[str]) -> None:
+    """Raise what torch raises for a dtype that an op's kernels lack."""
+    if dtype not in accepted:
+        raise NotImplementedError(
+            f"\"{op}\" not implemented for '{_SCALAR_NAMES.get(dtype, dtype)}' (argument 'input')"
+        )
+
+
+# As torch's messages name them.
+_SCALAR_NAMES = {
+    "int64": "Long", "int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool", "float16": "Half",
+    "bfloat16": "BFloat16", "float32": "Float", "float64": "Double", "complex32": "ComplexHalf", "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble",
+}  # fmt: skip
 
 
 # --- planned -----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import _core
 from ._errors import DeviceError
+from ._plan import require_dtype
 
 # True while torch.compile traces; costs a call that returns False otherwise.
 compiling = torch.compiler.is_dynamo_compiling
@@ -41,7 +42,7 @@ class Op:
     library: Callable[..., Any]
     fallback: Callable[..., Any]
     autocast: Callable[..., tuple]
-    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
 
 
 def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callable[..., Op]) -> Callable[..., Any]:
@@ -121,20 +122,7 @@ def _plain(arg: Any) -> Any:
 
 def _check(op: Op, tensors: list[Tensor]) -> None:
     for tensor in tensors:
-        if tensor.dtype not in op.dtypes:
-            # The type that torch's kernels raise for a dtype they lack.
-            raise NotImplementedError(
-                f"\"{op.name}\" not implemented for '{_scalar_name(tensor.dtype)}' (argument 'input')"
-            )
-
-
-def _scalar_name(dtype: torch.dtype) -> str:
-    """As torch's messages name it: Long, ComplexFloat, …"""
-    names = {
-        torch.int64: "Long", torch.int32: "Int", torch.int16: "Short", torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool",
-        torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble",
-    }  # fmt: skip
-    return names.get(dtype, str(dtype).removeprefix("torch."))
+        require_dtype(op.name, str(tensor.dtype).removeprefix("torch."), op.dtypes)
 
 
 def _refuse_devices(op: Op, tensors: list[Tensor]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._device import Device, device_of
 from .._library import define
-from .._plan import Spec, canonical, empty, i32, i64, plan, planned, scratch, struct
+from .._plan import Spec, canonical, empty, i32, i64, plan, planned, require_dtype, scratch, struct
 from .._template import template
 from .._torch import Op, compiling, may_write_directly, routed, write_into
 from ..testing import inner_bench, op_cases, row_bench, row_inputs
@@ -183,7 +183,7 @@ _MEASURED = {
 class RowConfig:
     """How a row of contiguous elements is held: see row::Geometry in parts/row.cuh.
 
-    A function of the row's length and the types alone, so that a row's bits don't depend on the batch.
+    A function of the row's length, the types and the alignment alone, so that a row's bits don't depend on the batch.
     """
 
     vec: int
@@ -195,22 +195,26 @@ class RowConfig:
     blocks_per_sm: int = 0
 
     @classmethod
-    def pick(cls, n: int, in_size: int, out_size: int, streams: int, max_cluster: int) -> RowConfig | None:
+    def pick(
+        cls, n: int, in_size: int, out_size: int, streams: int, max_cluster: int, aligned: bool
+    ) -> RowConfig | None:
         """None if the row is longer than a cluster's registers."""
-        vec = 16 // min(in_size, out_size)
+        vec = (16 if aligned else 8) // min(in_size, out_size)
+        unit = 1 if aligned else 2  # vectors to 16 bytes
 
         def made(team: int, teams: int, cluster: int, vecs: int, blocks: int) -> RowConfig:
             if team == THREADS and vec == 8 and streams == 1 and vecs > 4:
                 vecs = 8  # at 5 to 7 ptxas 13.0 spills float16's log_softmax, at 8 it does not
             # A warp's part of a row is one chunk of up to 4 KB (0.94 of the copy at 128k columns, forward, where chunks of
             # 4 vectors gave 0.92), or, when it is more, chunks of 4 vectors.
-            chunk = vecs if streams * vecs <= 8 or vecs % 4 or team < 32 else 4
+            chunk = vecs if streams * vecs <= 8 * unit or vecs % (4 * unit) or team < 32 else 4 * unit
             return cls(vec, team, teams, cluster, vecs, chunk, blocks)
 
         # Short rows: 4 vectors a thread. 0.97-0.99 of the copy at 256 and 1024 columns.
         for team in (1, 2, 4, 8, 16, 32):
-            if n <= team * vec * 4 and (in_size == out_size or streams == 1):
-                return made(team, 256 // team, 1, _power_of_two(_ceil_div(n, team * vec)), 0)
+            if n <= team * vec * 4 * unit and (in_size == out_size or streams == 1):
+                vecs = _ceil_div(n, team * vec)
+                return made(team, 256 // team, 1, _power_of_two(vecs) if aligned else vecs, 0)
         if streams == 1 or in_size == out_size:
             for columns, team, teams, cluster, blocks in _MEASURED.get((streams, min(in_size, out_size)), ()):
                 if n <= columns and cluster <= max_cluster:
@@ -221,11 +225,11 @@ class RowConfig:
             most = 8 if streams == 1 else 2
         for team in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             vecs = _ceil_div(n, team * vec)
-            if vecs <= min(most, 4):
+            if vecs <= min(most, 4) * unit:
                 return made(team, 256 // team, 1, vecs if team >= 32 else _power_of_two(vecs), 0)
         for cluster in (1, 2, 4, 8, 16):
             vecs = _ceil_div(n, cluster * THREADS * vec)
-            if vecs <= most and cluster <= max_cluster:
+            if vecs <= most * unit and cluster <= max_cluster:
                 return made(THREADS, 1, cluster, vecs, 1)
         return None
 
@@ -292,10 +296,10 @@ class RowKernel:
     @classmethod
     def pick(cls, layout: Layout, device: Device) -> RowKernel | None:
         out, *inputs = layout.tensors
-        cfg = RowConfig.pick(layout.n, inputs[0].itemsize, out.itemsize, len(inputs), device.max_cluster)
+        aligned = layout.aligned(16 // min(inputs[0].itemsize, out.itemsize))
+        cfg = RowConfig.pick(layout.n, inputs[0].itemsize, out.itemsize, len(inputs), device.max_cluster, aligned)
         if cfg is None:
             return None
-        aligned = layout.aligned(cfg.vec)
         return cls(cfg, RingConfig.pick(cfg, layout, len(inputs), device, aligned), aligned)
 
     def params(self, dtype: str, out_dtype: str, log: bool, dims: int) -> dict[str, Any]:
@@ -370,7 +374,9 @@ class ColumnConfig:
         # 128 bytes across, or 64 where only that holds the dim. NVIDIA H200, 2026-11-30.
         forward = len(inputs) == 1
         threads = 256 if forward else 512
-        most = 4 if size == 8 else 16 if forward and size == out.itemsize else 8 if forward or size == out.itemsize else 4
+        most = (
+            4 if size == 8 else 16 if forward and size == out.itemsize else 8 if forward or size == out.itemsize else 4
+        )
         for width in (128, 64):
             across = min(width // (vec * size), _power_of_two(_ceil_div(n_inner, vec)))
             down = threads // across
@@ -529,9 +535,10 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
             streams = 1 if name == "fwd" else 2
             # A config changes where a row outgrows it: at multiples of a vector of a warp, or of small teams.
             lengths = [*range(SHORT, 2048), *range(2048, 16 * THREADS * 64 + 1, 512)]
-            for cfg in dict.fromkeys(RowConfig.pick(n, *sizes, streams, device.max_cluster) for n in lengths):
-                for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
-                    for aligned in (False, True):
+            for aligned in (False, True):
+                configs = (RowConfig.pick(n, *sizes, streams, device.max_cluster, aligned) for n in lengths)
+                for cfg in dict.fromkeys(configs):
+                    for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
                         if cfg is not None:
                             ring = RingConfig(1, 0, 0, False) if ringed else None
                             yield name, RowKernel(cfg, ring, aligned).params(dtype, out_dtype, log, d)
@@ -562,6 +569,7 @@ def _column_configs(dtype: str, out_dtype: str, streams: int, device: Device) ->
 def _forward(x: Spec, dim: int, log: bool, dtype: str | None = None, out: Spec | None = None) -> Any:
     """y (``out``, or new) of ``x``; ``dtype`` is the output's, where it isn't x's: float32 from float16 or bfloat16."""
     dim = canonical(dim, x.ndim)
+    require_dtype("log_softmax" if log else "softmax", x.dtype, DTYPES)
     y = empty(x.shape, dtype or x.dtype, x) if out is None else out
     if x.numel == 0:
         return plan(y)
@@ -573,6 +581,7 @@ def _forward(x: Spec, dim: int, log: bool, dtype: str | None = None, out: Spec |
 def _backward(dy: Spec, y: Spec, dim: int, log: bool, dtype: str | None = None) -> Any:
     """dx of ``dy`` and ``y``; ``dtype`` is dx's, where it isn't y's."""
     dim = canonical(dim, y.ndim)
+    require_dtype("softmax_backward", dy.dtype, DTYPES)
     dx = empty(y.shape, dtype or y.dtype, y)
     if y.numel == 0:
         return plan(dx)
