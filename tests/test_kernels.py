@@ -281,7 +281,7 @@ def _places(shape: tuple[int, ...], dims: list[int]) -> Any:
 
 @every_arch
 def test_plan_of_a_row_depends_on_its_length_and_not_on_the_batch(arch: str):
-    """The way a row is shared among threads decides the order of its sum, and so its bits. Rows on 16 bytes have one of their own."""
+    """The way a row is shared among threads decides the order of its sum, and so its bits. Rows on 16 bytes have their own."""
     device = Device.of_arch(arch)
     for n, dtype, name in itertools.product(
         (16, 37, 256, 781, 1024, 5000, 16_384, 50_257, 200_000), softmax.DTYPES, ("fwd", "bwd")

@@ -200,7 +200,7 @@ bwd(Out* dx,      // (n_rows, n_cols)
 // alignment of every tensor.
 
 template <class T, class Out, bool kLog, bool kLoop, int kVec, int kAcross, int kDown, int kRows, bool kPrefetch, int kDims>
-__global__ void __launch_bounds__(kAcross * kDown, 1)
+__global__ void __launch_bounds__(kAcross * kDown, sizeof(T) == 4 && kAcross * kDown == 256 ? 2 : 1)
 fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
          const T* x,  // (n_outer, n_dim, n_inner)
          columns::Place<columns::Geometry<T, 1, kVec, kAcross, kDown, kRows, kPrefetch>, kDims, 2> at)
