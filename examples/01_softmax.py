@@ -8,9 +8,8 @@ On a machine without a GPU it compiles the kernels for an H200 and says so; ther
 import sys
 import time
 
-import torch
-
 import tkjit
+import torch
 
 SHAPES = ((8192, 1024), (4096, 16384), (512, 131072), (4096, 50257))
 
@@ -71,7 +70,9 @@ def compile_only():
     kernel = template("softmax").kernel(name, **parameters).compiled(device.arch)
     took = (time.perf_counter() - started) * 1e3
     print(f"torch sees no GPU, so this is all there is to see: {kernel.expression}")
-    print(f"compiled for {device.arch} in {took:.0f} ms: {len(kernel.image)} bytes, {kernel.facts['registers']} registers")
+    print(
+        f"compiled for {device.arch} in {took:.0f} ms: {len(kernel.image)} bytes, {kernel.facts['registers']} registers"
+    )
 
 
 def main():
