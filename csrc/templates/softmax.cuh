@@ -58,13 +58,13 @@ struct MaxSum {
 template <class Acc>
 TK_DEVICE Acc shift_of(Acc m) { return m == -tk::limits<Acc>::inf() ? Acc(0) : m; }
 
-// ---- rows with unit stride, held in registers ---------------------------------------------------------------------------
+// ---- rows with unit stride, held in registers ----------------------------------------------------------------------
 //
-// Template: row::Geometry's numbers; kHint the stores' (tk::Hint); kDims outer dims. Launch: blocks of kTeam * kTeams
+// Template: row::Geometry's numbers; kDims outer dims. Launch: blocks of kTeam * kTeams
 // threads, a grid of any multiple of kCluster. x_extent, stages, slot_bytes: see row::Input.
 
 template <class T, class Out, bool kLog, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs, bool kRing,
-          bool kAligned, int kHint, int kDims>
+          bool kAligned, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, 1)
 fwd(Out* y,      // (n_rows, n_cols)
     const T* x,  // (n_rows, n_cols)
@@ -120,7 +120,7 @@ fwd(Out* y,      // (n_rows, n_cols)
 
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
-        row::Writer<G, tk::Hint(kHint)> out(y + (cols ? rows.template offset<0>(r) : 0), cols);
+        row::Writer<G> out(y + (cols ? rows.template offset<0>(r) : 0), cols);
         const Acc scale = kLog ? tk::log(all.s) : Op::rescale(m, all.m) * tk::reciprocal(all.s);
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
@@ -139,7 +139,7 @@ fwd(Out* y,      // (n_rows, n_cols)
 }
 
 template <class T, class Out, bool kLog, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs, bool kRing,
-          bool kAligned, int kHint, int kDims>
+          bool kAligned, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, 1)
 bwd(Out* dx,      // (n_rows, n_cols)
     const T* dy,  // (n_rows, n_cols)
@@ -177,7 +177,7 @@ bwd(Out* dx,      // (n_rows, n_cols)
 
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
-        row::Writer<G, tk::Hint(kHint)> out(dx + (cols ? rows.template offset<0>(r) : 0), cols);
+        row::Writer<G> out(dx + (cols ? rows.template offset<0>(r) : 0), cols);
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
             Acc a[kVec], b[kVec];
@@ -193,7 +193,7 @@ bwd(Out* dx,      // (n_rows, n_cols)
     reader.end();
 }
 
-// ---- a dim with a contiguous dim inside it --------------------------------------------------------------------------------
+// ---- a dim with a contiguous dim inside it -------------------------------------------------------------------------
 //
 // Template: columns::Geometry's numbers. kLoop: the reduced dim is longer than kDown * kRows; it is read twice, in steps.
 // Launch: blocks of kAcross * kDown threads, any grid. The host guarantees: kVec divides n_inner, the strides and the
@@ -383,7 +383,7 @@ bwd_cols(Out* dx,      // (n_outer, n_dim, n_inner)
     }
 }
 
-// ---- any strides, any length: two reads ----------------------------------------------------------------------------------
+// ---- any strides, any length: two reads ----------------------------------------------------------------------------
 //
 // Columns come in *cells* of kVec elements, cell_stride elements apart: kVec = 1 for any stride, or 16 bytes of a row with
 // unit stride (cell_stride = kVec; the host guarantees the alignment). Four cells a thread are in flight.

@@ -31,7 +31,7 @@ _CUDA = 2  # DLPack's device type
 _FRESH_ALIGN = 16  # torch's allocator gives 512; more than 16 is nothing to a kernel
 
 
-# --- Tensors as a planner sees them ------------------------------------------------------------------------------------
+# --- Tensors as a planner sees them ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def scratch(size: int, zeroed: bool = False) -> Scratch:
     return Scratch(size, zeroed)
 
 
-# --- Arguments of kernels ----------------------------------------------------------------------------------------------
+# --- Arguments of kernels --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def tensor_map(
 Arg = Spec | Scratch | Scalar | Struct | TensorMap | None
 
 
-# --- The plan ----------------------------------------------------------------------------------------------------------
+# --- The plan --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tup
     )
 
 
-# --- What a planner checks ---------------------------------------------------------------------------------------------
+# --- What a planner checks -------------------------------------------------------------------------------------------
 
 
 def canonical(dim: int, ndim: int) -> int:
@@ -352,7 +352,7 @@ _SCALAR_NAMES = {
 }  # fmt: skip
 
 
-# --- planned -----------------------------------------------------------------------------------------------------------
+# --- planned ---------------------------------------------------------------------------------------------------------
 
 _all: list[_core.Planned] = []
 
@@ -403,7 +403,7 @@ def _check_devices(inputs: Sequence[Spec]) -> None:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {names}!")
 
 
-# --- explain -----------------------------------------------------------------------------------------------------------
+# --- explain ---------------------------------------------------------------------------------------------------------
 
 _KEPT = 512  # misses
 _misses: deque[tuple[str, tuple[tuple[str, str], ...], str]] = deque(maxlen=_KEPT)

@@ -53,7 +53,7 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "fp64",
 }
 
-# --- What an op brings --------------------------------------------------------
+# --- What an op brings -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-# --- Rows: the inputs of ops that reduce along one dimension ------------------
+# --- Rows: the inputs of ops that reduce along one dimension ---------------------------------------------------------
 
 #: Kinds of row that :func:`row_values` makes.
 ROW_VALUES = ("random", "huge range", "offset", "constant", "minus inf")
@@ -283,7 +283,7 @@ def _row_case(
     )
 
 
-# --- The rule of closeness ----------------------------------------------------
+# --- The rule of closeness -------------------------------------------------------------------------------------------
 
 #: Errors below this are never held against a kernel: about 2 roundings of the 16-bit types, about 16 of the others,
 #: whose sums round as well.
@@ -421,7 +421,7 @@ def assert_close(
         raise AssertionError(f"{title}{got.dtype} {tuple(got.shape)}: {verdict}")
 
 
-# --- Hostile memory -----------------------------------------------------------
+# --- Hostile memory --------------------------------------------------------------------------------------------------
 
 # Elements on each side; a multiple of 512 bytes for every dtype, so that offset 0 is as aligned as a fresh tensor.
 _FENCE = 4096
@@ -464,7 +464,7 @@ def poison(device: str, largest: int = 64 << 20) -> None:
     del held
 
 
-# --- Layouts ------------------------------------------------------------------
+# --- Layouts ---------------------------------------------------------------------------------------------------------
 
 #: What :func:`as_layout` makes of a contiguous tensor.
 LAYOUTS = ("contiguous", "offset", "transposed", "sliced", "padded", "expanded", "channels_last")

@@ -494,7 +494,7 @@ struct Sum {
 };
 
 // Writes a row, vector by vector, in the order of load.
-template <class G, tk::Hint kHint>
+template <class G>
 struct Writer {
     using Out = typename G::Out;
     static constexpr int kVec = G::kVec, kSize = sizeof(Out);
@@ -508,14 +508,14 @@ struct Writer {
     {
         if constexpr (G::kAligned) {
             if (k * G::kStep < left) {
-                tk::store_global<kVec * kSize, kHint>(mine + k * G::kStep, v.raw);
+                tk::store_global<kVec * kSize>(mine + k * G::kStep, v.raw);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
                 const int c = k * G::kStep + i * G::kElementStep;
                 if (c < left) {
-                    tk::store_global<kSize, kHint>(mine + c, v.element(i));
+                    tk::store_global<kSize>(mine + c, v.element(i));
                 }
             }
         }

@@ -7,7 +7,7 @@
 
 namespace tk {
 
-// ---- mbarrier: a barrier in shared memory that counts arrivals and bytes, in phases 0, 1, 0, 1, ... -------------------
+// ---- mbarrier: a barrier in shared memory that counts arrivals and bytes, in phases 0, 1, 0, 1, ... ----------------
 
 struct alignas(8) Barrier { uint64_t state; };
 
@@ -28,17 +28,8 @@ TK_DEVICE void fence_barrier_init()
 #endif
 }
 
-// One arrival; the thread's earlier accesses are visible to whoever waits for the phase.
-TK_DEVICE void arrive(Barrier& b)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(shared_address(&b)) : "memory");
-#else
-    __trap();
-#endif
-}
-
-// One arrival that also makes the phase wait for `bytes` more bytes. Bytes may come in before they are expected.
+// One arrival, before which the thread's accesses are visible to whoever waits for the phase; and the phase waits for
+// `bytes` more bytes. Bytes may come in before they are expected.
 TK_DEVICE void arrive_expect(Barrier& b, int bytes)
 {
 #if __CUDA_ARCH__ >= 900
@@ -99,7 +90,7 @@ TK_DEVICE void store_peer(void* p, const Words<kBytes>& v, Barrier& b, int rank)
 #endif
 }
 
-// ---- bulk copies: one thread moves kilobytes ---------------------------------------------------------------------------
+// ---- bulk copies: one thread moves kilobytes -----------------------------------------------------------------------
 
 // Starts a copy of `bytes` (a multiple of 16, > 0) from global to this block's shared memory, both 16-byte aligned, and
 // counts them at `full` when they are there. Shared accesses of other threads that must come first are ordered by a
@@ -122,28 +113,7 @@ TK_DEVICE void fence_async()
 #endif
 }
 
-// Starts a copy of `bytes` (a multiple of 16, > 0) from this block's shared memory to global, both 16-byte aligned. The
-// bytes were written by ordinary stores, fence_async'ed and then ordered before this thread. See bulk_store_wait.
-TK_DEVICE void bulk_store(void* to, const void* from, int bytes)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n cp.async.bulk.commit_group;"
-                 :: "l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
-#else
-    __trap();
-#endif
-}
-// Returns once all but the last kPending bulk_stores of this thread have *read* their shared memory, so that it may be
-// written again. The bytes are in global memory by the end of the kernel.
-template <int kPending>
-TK_DEVICE void bulk_store_wait()
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(kPending) : "memory");
-#endif
-}
-
-// ---- cp.async: each thread moves 4, 8 or 16 bytes -----------------------------------------------------------------------
+// ---- cp.async: each thread moves 4, 8 or 16 bytes ------------------------------------------------------------------
 
 // Starts a copy of kBytes, both sides aligned to them. Done, and visible to this thread, after copy_wait; to others
 // after a barrier as well. Where the machine has no such copy (before sm_80), it is done at once.

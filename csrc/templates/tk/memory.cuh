@@ -4,11 +4,10 @@
 
 namespace tk {
 
-// What is known about the next use of a piece of global memory. A hint changes speed, never results.
+// What is known about the next use of the bytes that are loaded. A hint changes speed, never results.
 enum Hint {
-    kDefault,    // keep as any data
-    kReadOnce,   // a load: nobody reads these bytes again soon, don't fill L1 with them
-    kStreaming,  // a store: nobody reads these bytes soon, they may leave L2 first
+    kDefault,   // keep as any data
+    kReadOnce,  // nobody reads these bytes again soon: don't fill L1 with them
 };
 
 // kBytes (2, 4, 8, 16 or a multiple of 16) of memory in registers. Words, not elements: a register array of 2-byte
@@ -53,7 +52,7 @@ TK_DEVICE Words<kBytes> load_global(const void* p)
 
 // Stores to global memory. p is aligned to min(kBytes, 16). Visible to the block after a barrier, to others after the
 // kernel.
-template <int kBytes, Hint kHint = kDefault>
+template <int kBytes>
 TK_DEVICE void store_global(void* p, const Words<kBytes>& v)
 {
     if constexpr (kBytes == 2) {
@@ -66,13 +65,8 @@ TK_DEVICE void store_global(void* p, const Words<kBytes>& v)
 #pragma unroll
         for (int i = 0; i < kBytes / 16; ++i) {
             void* q = static_cast<char*>(p) + 16 * i;
-            if constexpr (kHint == kStreaming) {
-                asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(q), "r"(v.w[4 * i]),
-                             "r"(v.w[4 * i + 1]), "r"(v.w[4 * i + 2]), "r"(v.w[4 * i + 3]) : "memory");
-            } else {
-                asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(q), "r"(v.w[4 * i]),
-                             "r"(v.w[4 * i + 1]), "r"(v.w[4 * i + 2]), "r"(v.w[4 * i + 3]) : "memory");
-            }
+            asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" :: "l"(q), "r"(v.w[4 * i]), "r"(v.w[4 * i + 1]),
+                         "r"(v.w[4 * i + 2]), "r"(v.w[4 * i + 3]) : "memory");
         }
     }
 }
@@ -115,9 +109,6 @@ TK_DEVICE uint32_t opaque_zero()
 {
     return (kNumber == 0 ? gridDim.z : gridDim.y) - 1;
 }
-
-// The upper word of (hi:lo) >> bits, for bits 0 to 32 (32 gives hi).
-TK_DEVICE uint32_t funnel_right(uint32_t lo, uint32_t hi, int bits) { return __funnelshift_rc(lo, hi, bits); }
 
 // kN elements of T in registers.
 template <class T, int kN>

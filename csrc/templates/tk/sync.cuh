@@ -29,9 +29,6 @@ TK_DEVICE int sum_lanes(int v)
 #endif
 }
 
-// Whether it holds on any lane. All 32 lanes call it together and get the same answer.
-TK_DEVICE bool any_lane(bool holds) { return __any_sync(0xffffffffu, holds); }
-
 // All lanes of the warp arrive; their earlier shared and global accesses are ordered before the later ones of each.
 TK_DEVICE void sync_warp() { __syncwarp(); }
 

@@ -88,7 +88,6 @@ template <> struct from_acc_impl<float> { TK_DEVICE static float cast(float v) {
 template <> struct from_acc_impl<double> { TK_DEVICE static double cast(double v) { return v; } };
 template <class T> TK_DEVICE T from_acc(accumulator_t<T> v) { return from_acc_impl<T>::cast(v); }
 
-TK_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 template <class I> TK_DEVICE I min(I a, I b) { return a < b ? a : b; }
 template <class I> TK_DEVICE I max(I a, I b) { return a > b ? a : b; }
 
