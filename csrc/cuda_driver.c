@@ -158,12 +158,6 @@ tkcu_init(tk_error *err)
     return status;
 }
 
-bool
-tkcu_is_ready(void)
-{
-    return atomic_load(&cuda.ready) && !atomic_load(&cuda.forked);
-}
-
 int
 tkcu_driver_version(int *version, tk_error *err)
 {

@@ -26,7 +26,7 @@ struct tk_kernel {
     pthread_mutex_t lock; /* the first thread works, the others wait */
     bool has_lock;
     /* Written under the lock (without the GIL), read after `origin` is set. */
-    tk_origin origin;
+    _Atomic tk_origin origin;
     tk_binary binary;
     int publish_errno;
     int damaged; /* files already counted as damaged */

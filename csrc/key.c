@@ -72,8 +72,8 @@ key_add_tensor(tk_key *k, const DLTensor *view)
 
 /* Numbers by value.  Anything else (a torch.dtype, a str) by identity: the
  * plan keeps a reference, so the address stays its own. */
-static int
-key_add_scalar(tk_key *k, PyObject *object)
+int
+tkkey_add_scalar(tk_key *k, PyObject *object)
 {
     uint64_t tag, value = 0;
 
@@ -129,7 +129,7 @@ tkkey_build(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views,
             tk_key *key)
 {
     for (Py_ssize_t i = 0; i < n_args; i++) {
-        int status = views[i].ndim < 0 ? key_add_scalar(key, args[i])
+        int status = views[i].ndim < 0 ? tkkey_add_scalar(key, args[i])
                                        : key_add_tensor(key, &views[i]);
         if (status < 0) {
             return -1;

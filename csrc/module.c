@@ -1,7 +1,7 @@
 /* module.c - the Python surface of the core, and the only place where a
  * tk_error becomes an exception.
  *
- * Owns the module's state.  The types stand in kernel.c and plan.c.
+ * Owns the module's state.  The types stand in kernel.c and planned.c.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

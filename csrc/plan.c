@@ -64,7 +64,7 @@ typedef struct {
 struct tk_plan {
     int refs; /* the cache's and running calls' */
     int device;
-    int n_args, n_outputs, n_scratch, n_steps, n_maps;
+    int n_args, n_outputs, n_scratch, n_steps, n_kernels, n_maps;
     made_spec *made; /* outputs, then scratch */
     step *steps;
 };
@@ -337,6 +337,7 @@ freeze_into(tk_state *state, PyObject *answer, tk_plan *p)
             0) {
             return -1;
         }
+        p->n_kernels += p->steps[i].kernel != NULL;
         p->n_maps += p->steps[i].n_maps;
         if (p->n_maps > MAX_MAPS) {
             PyErr_Format(PyExc_ValueError, "a plan has at most %d tensor maps",
@@ -522,7 +523,7 @@ tkplan_run(tk_state *state, tk_plan *p, PyObject *const *args,
             tk_raise(state, &err);
             goto done;
         }
-        state->stats.launches += (uint64_t)p->n_steps;
+        state->stats.launches += (uint64_t)p->n_kernels;
     }
     result = hand_over(p, made);
 done:

@@ -31,7 +31,7 @@ typedef struct {
     tk_state *state; /* borrowed: the type keeps the module alive */
     PyObject *planner;
     PyObject *autograd; /* scalars -> what applies where a gradient is wanted */
-    PyObject *applied;  /* dict: a tuple of scalars -> autograd's answer */
+    PyObject *applied;  /* dict: scalars, as bytes -> autograd's answer */
     PyObject *slow;     /* called where torch has to see the call */
     entry **buckets;
     size_t n_buckets;       /* a power of two */
@@ -289,33 +289,79 @@ select_args(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views,
     return tuple;
 }
 
-/* What applies the op with these scalars, new reference.  One autograd.Function
- * for each set of scalars, so that apply() gets tensors only: it is the slowest
- * part of a call, and slower with each argument. */
+/* The scalars of a call as bytes, by type and value as in a plan's key: to a
+ * dict, 1 and True and 1.0 would be one. */
 static PyObject *
-function_of(planned *self, PyObject *scalars)
+name_of_scalars(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views)
+{
+    PyObject *name = NULL;
+    tk_key key;
+    int status = 0;
+
+    tkkey_begin(&key);
+    for (Py_ssize_t i = 0; status == 0 && i < n_args; i++) {
+        if (views[i].ndim < 0) {
+            status = tkkey_add_scalar(&key, args[i]);
+        }
+    }
+    if (status == 0) {
+        name = PyBytes_FromStringAndSize(
+            (const char *)key.words, (Py_ssize_t)(key.n * sizeof *key.words));
+    }
+    tkkey_end(&key);
+    return name;
+}
+
+/* autograd(*scalars), new reference. */
+static PyObject *
+make_function(planned *self, PyObject *const *args, Py_ssize_t n_args,
+              const DLTensor *views)
+{
+    PyObject *autograd = self->autograd, *function = NULL;
+    PyObject *scalars = select_args(args, n_args, views, false);
+
+    if (scalars != NULL) {
+        Py_INCREF(autograd); /* it may set another in its place */
+        function = PyObject_CallObject(autograd, scalars);
+        Py_DECREF(autograd);
+        Py_DECREF(scalars);
+    }
+    return function;
+}
+
+/* What applies the op with the call's scalars, new reference.  One
+ * autograd.Function for each set of scalars, so that apply() gets tensors only:
+ * it is the slowest part of a call, and slower with each argument. */
+static PyObject *
+function_of(planned *self, PyObject *const *args, Py_ssize_t n_args,
+            const DLTensor *views)
 {
     enum { MOST = 4096 };
+    PyObject *found = NULL;
 
-    PyObject *found = PyDict_GetItemWithError(self->applied, scalars);
+    PyObject *name = name_of_scalars(args, n_args, views);
+    if (name == NULL) {
+        return NULL;
+    }
+    found = PyDict_GetItemWithError(self->applied, name);
     if (found != NULL) {
         Py_INCREF(found);
-        return found;
+        goto done;
     }
     if (PyErr_Occurred()) {
-        return NULL;
+        goto done;
     }
-    found = PyObject_CallObject(self->autograd, scalars);
-    if (found == NULL) {
-        return NULL;
-    }
-    if (PyDict_Size(self->applied) >= MOST) {
+    /* It holds the scalars, so that a name by identity stays its own. */
+    found = make_function(self, args, n_args, views);
+    if (found != NULL && PyDict_Size(self->applied) >= MOST) {
         PyDict_Clear(self->applied);
     }
-    if (PyDict_SetItem(self->applied, scalars, found) < 0) {
+    if (found != NULL && PyDict_SetItem(self->applied, name, found) < 0) {
         Py_DECREF(found);
-        return NULL;
+        found = NULL;
     }
+done:
+    Py_DECREF(name);
     return found;
 }
 
@@ -323,13 +369,9 @@ static PyObject *
 apply(planned *self, PyObject *const *args, Py_ssize_t n_args,
       const DLTensor *views)
 {
-    PyObject *result = NULL, *tensors = NULL, *function = NULL;
+    PyObject *result = NULL, *tensors = NULL;
 
-    PyObject *scalars = select_args(args, n_args, views, false);
-    if (scalars != NULL) {
-        function = function_of(self, scalars);
-        Py_DECREF(scalars);
-    }
+    PyObject *function = function_of(self, args, n_args, views);
     if (function != NULL) {
         tensors = select_args(args, n_args, views, true);
     }
@@ -487,9 +529,9 @@ planned_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
                                      &planner, &limit)) {
         return NULL;
     }
-    if (!PyCallable_Check(planner) || limit < 1) {
+    if (!PyCallable_Check(planner) || limit < 1 || limit > 1 << 20) {
         PyErr_SetString(PyExc_TypeError,
-                        "Planned takes a callable and a limit above 0");
+                        "Planned takes a callable and a limit of 1 to 2**20");
         return NULL;
     }
     allocfunc allocate = PyType_GetSlot(type, Py_tp_alloc);

@@ -243,14 +243,36 @@ tktensor_empty_like(const tk_state *state, PyObject *tensor)
     return PyObject_CallFunctionObjArgs(state->torch->empty_like, tensor, NULL);
 }
 
+/* Whether it has elements but no memory: an efficient zero tensor, or one whose
+ * storage was resized to nothing. */
+static bool
+lacks_memory(const DLTensor *view)
+{
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] == 0) {
+            return false;
+        }
+    }
+    return view->data == NULL;
+}
+
 int
 tktensor_views(const tk_state *state, PyObject *const *args, Py_ssize_t n_args,
                DLTensor *views)
 {
     for (Py_ssize_t i = 0; i < n_args; i++) {
         views[i].ndim = -1;
-        if (tktensor_check(state, args[i]) &&
-            tktensor_view(state, args[i], &views[i]) < 0) {
+        if (!tktensor_check(state, args[i])) {
+            continue;
+        }
+        if (tktensor_view(state, args[i], &views[i]) < 0) {
+            return -1;
+        }
+        if (lacks_memory(&views[i])) {
+            PyErr_Format(PyExc_RuntimeError,
+                         "argument %zd has elements, but its memory is not "
+                         "allocated",
+                         i);
             return -1;
         }
     }
@@ -289,18 +311,6 @@ in_a_mode(const struct tk_torch *t)
     }
     long value = PyLong_AsLong(level);
     return value == -1 && PyErr_Occurred() ? -1 : value >= 0;
-}
-
-/* Whether an efficient zero tensor: it has elements, but no memory. */
-static bool
-lacks_memory(const DLTensor *view)
-{
-    for (int i = 0; i < view->ndim; i++) {
-        if (view->shape[i] == 0) {
-            return false;
-        }
-    }
-    return view->data == NULL;
 }
 
 /* Whether the tensor is plain memory of a GPU: what a kernel can be given. */

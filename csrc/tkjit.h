@@ -3,7 +3,7 @@
  *
  * Two halves.  The first is plain C: support.c, nvrtc_jit.c, cubin_cache.c and
  * cuda_driver.c know nothing of Python and run without the GIL.  The second,
- * behind TK_PYTHON, is for module.c, kernel.c, tensor.c and plan.c.
+ * behind TK_PYTHON, is for the files that are left.
  *
  * Every function that can fail returns 0, or -1 with its tk_error filled in,
  * and leaves its outputs untouched on failure.  Only module.c makes a Python
@@ -159,7 +159,6 @@ typedef struct {
 /* Opens libcuda and initialises it, once.  Fails (TK_DEVICE) where there is no
  * driver, and in the child of a process that had initialised it. */
 int tkcu_init(tk_error *err);
-bool tkcu_is_ready(void);
 /* Fails in the child of a process that had used the driver. */
 int tkcu_check_fork(tk_error *err);
 int tkcu_driver_version(int *version, tk_error *err);
@@ -262,7 +261,7 @@ PyObject *tktensor_empty(const tk_state *state, PyObject *args,
 /* The same by torch.empty_like(tensor), which is a little quicker. */
 PyObject *tktensor_empty_like(const tk_state *state, PyObject *tensor);
 
-/* How a call has to go (see Planned.dispatch in plan.c). */
+/* How a call has to go (see Planned.call in planned.c). */
 typedef enum {
     TK_RAW = 0,
     TK_AUTOGRAD = 1,
@@ -307,6 +306,8 @@ typedef struct {
 
 void tkkey_begin(tk_key *key);
 void tkkey_end(tk_key *key);
+/* Adds one argument that is not a tensor; -1 with an exception. */
+int tkkey_add_scalar(tk_key *key, PyObject *object);
 /* Fills the key; -1 with an exception. */
 int tkkey_build(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views,
                 tk_key *key);

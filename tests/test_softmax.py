@@ -694,3 +694,68 @@ def test_many_shapes_lose_no_memory(name: str, device: str):
         torch.cuda.empty_cache()
         marks.append(resident())
     assert marks[1] - marks[0] < 60, f"{marks[1] - marks[0]:.0f} MB more after 6000 more shapes"
+
+
+# --- arguments of a wrong kind -----------------------------------------------------------------------------------------
+
+
+@both
+def test_argument_of_a_wrong_kind_is_named(name: str):
+    ours = PAIRS[name][0]
+    x = torch.ones(2, 3, device="meta")
+    for named, call in (
+        ("input", lambda: ours([1.0, 2.0], 0)),
+        ("input", lambda: ours([1.0, 2.0], 0, out=x)),
+        ("out", lambda: ours(x, 0, out=[1.0])),
+        ("dtype", lambda: ours(x, 0, dtype="float32")),
+    ):
+        with pytest.raises(TypeError, match=f"'{named}'"):
+            call()
+
+
+@both
+def test_a_dim_refused_spoils_no_later_call(name: str, device: str):
+    """True, 1 and 1.0 are one key of a dict, and three different dims."""
+    ours, theirs = PAIRS[name]
+    x = torch.randn(3, 5, device=device, requires_grad=True)
+    for dim in (True, 1.0, [1], 5):
+        with pytest.raises((TypeError, IndexError)):
+            ours(x, dim)
+    judged(name, x.detach(), 1, label="afterwards")
+    with pytest.raises(TypeError):
+        ours(x, True)
+    assert_close(ours(x, torch.tensor(1)), theirs(x.double(), 1), theirs(x, 1))
+
+
+@both
+def test_out_in_the_inputs_memory_is_written_after_it_is_read(name: str, device: str):
+    ours, theirs = PAIRS[name]
+    base = torch.randn(4 * 64, device=device)
+    x = base.view(torch.half)[: 4 * 64].view(4, 64)
+    x.copy_(torch.randn(4, 64))
+    want, like = theirs(x.double(), -1), theirs(x.float(), -1)
+    assert_close(ours(x, -1, dtype=torch.float32, out=base.view(4, 64)), want, like, label="as another dtype")
+    a = torch.randn(9, 64, device=device)
+    want, like = theirs(a[:8].double(), -1), theirs(a[:8], -1)
+    assert_close(ours(a[:8], -1, out=torch.from_dlpack(a[1:])), want, like, label="a row further on")
+    a = torch.randn(9, 64, device=device)
+    want, like = theirs(a[4:8].double(), -1), theirs(a[4:8], -1)
+    assert_close(ours(a[4:8], -1, out=a[:4]), want, like, label="beside it")
+
+
+@both
+def test_out_has_no_forward_mode(name: str, device: str):
+    ours = PAIRS[name][0]
+    x, t = torch.randn(3, device=device), torch.randn(3, device=device)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        ours(torch.autograd.forward_ad.make_dual(x, t), 0, out=torch.empty(3, device=device))
+
+
+def test_backward_op_refuses_what_does_not_belong_together(device: str):
+    backward = torch.ops.tkjit.softmax_backward
+    y = torch.rand(30, device=device)
+    for dy in (torch.ones(3, device=device), torch.ones(30, device=device, dtype=torch.float64)):
+        with pytest.raises(RuntimeError, match="softmax_backward"):
+            backward(dy, y, 0, False, y.dtype)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        backward(y, y, 0, False, torch.float64)

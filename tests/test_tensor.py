@@ -268,3 +268,27 @@ def test_a_call_of_too_many_arguments_is_an_error() -> None:
 
 def test_torchs_dunder_is_what_tkjit_asks_for() -> None:
     assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    """As sharded training leaves it between two uses: with elements, but no storage."""
+    x = torch.randn(4)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="argument 0 has elements, but its memory is not allocated"):
+        _core.Planned(print).raw(x)
+
+
+def test_scalars_that_are_equal_but_not_alike_have_a_function_each() -> None:
+    made = []
+
+    def autograd(*scalars: object):
+        made.append(scalars)
+        return lambda tensor: scalars
+
+    op = _core.Planned(print)
+    op.autograd, op.slow = autograd, print
+    x = torch.randn(2, requires_grad=True)
+    for scalar in (1, True, 1.0, 0.0, -0.0, None, 1, True, 1.0):
+        (got,) = op.direct(x, scalar)
+        assert type(got) is type(scalar) and str(got) == str(scalar)
+    assert len(made) == 6

@@ -299,22 +299,16 @@ typedef enum {
       (size_t *bytes, CUdevice device))                                        \
     X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", 1, CUresult,       \
       (CUcontext *context, CUdevice device))                                   \
-    X(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState", 1, CUresult,   \
-      (CUdevice device, unsigned int *flags, int *active))                     \
     X(cuCtxGetCurrent, "cuCtxGetCurrent", 1, CUresult, (CUcontext *context))   \
-    X(cuCtxSetCurrent, "cuCtxSetCurrent", 1, CUresult, (CUcontext context))    \
     X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", 1, CUresult,                    \
       (CUcontext context))                                                     \
     X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", 1, CUresult,                      \
       (CUcontext *context))                                                    \
-    X(cuCtxGetDevice, "cuCtxGetDevice", 1, CUresult, (CUdevice *device))       \
     X(cuModuleLoadData, "cuModuleLoadData", 1, CUresult,                       \
       (CUmodule *module, const void *image))                                   \
     X(cuModuleUnload, "cuModuleUnload", 1, CUresult, (CUmodule module))        \
     X(cuModuleGetFunction, "cuModuleGetFunction", 1, CUresult,                 \
       (CUfunction *function, CUmodule module, const char *name))               \
-    X(cuFuncGetAttribute, "cuFuncGetAttribute", 1, CUresult,                   \
-      (int *value, CUfunction_attribute attribute, CUfunction function))       \
     X(cuFuncSetAttribute, "cuFuncSetAttribute", 1, CUresult,                   \
       (CUfunction function, CUfunction_attribute attribute, int value))        \
     X(cuFuncLoad, "cuFuncLoad", 0, CUresult, (CUfunction function))            \
@@ -323,22 +317,8 @@ typedef enum {
        void **extra))                                                          \
     X(cuMemsetD8Async, "cuMemsetD8Async", 1, CUresult,                         \
       (CUdeviceptr to, unsigned char value, size_t count, CUstream stream))    \
-    X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", 1, CUresult,                  \
-      (CUdeviceptr to, const void *from, size_t bytes, CUstream stream))       \
-    X(cuStreamSynchronize, "cuStreamSynchronize", 1, CUresult,                 \
-      (CUstream stream))                                                       \
-    X(cuStreamIsCapturing, "cuStreamIsCapturing", 1, CUresult,                 \
-      (CUstream stream, CUstreamCaptureStatus *status))                        \
     X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode",  \
       1, CUresult, (CUstreamCaptureMode *mode))                                \
-    X(cuPointerGetAttribute, "cuPointerGetAttribute", 1, CUresult,             \
-      (void *value, CUpointer_attribute attribute, CUdeviceptr pointer))       \
-    X(cuOccupancyMaxActiveBlocksPerMultiprocessor,                             \
-      "cuOccupancyMaxActiveBlocksPerMultiprocessor", 1, CUresult,              \
-      (int *blocks, CUfunction function, int block_size, size_t shared_bytes)) \
-    X(cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters", 0,         \
-      CUresult,                                                                \
-      (int *clusters, CUfunction function, const CUlaunchConfig *config))      \
     X(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled", 0, CUresult,           \
       (CUtensorMap *map, CUtensorMapDataType dtype, uint32_t rank,             \
        void *base, const uint64_t *shape, const uint64_t *stride_bytes,        \

@@ -41,10 +41,14 @@ class Device:
 
     @property
     def max_cluster(self) -> int:
-        """Most blocks of a cluster; above 8 is what CUDA calls non-portable, and sm_12x does not have it."""
+        """Most blocks of a cluster.
+
+        Above 8 is what CUDA calls non-portable: sm_12x does not have it, and 16 blocks of a multiprocessor each want as many in
+        one GPC, which only GPUs with nearly all of theirs have.
+        """
         if not self.bulk_copy:
             return 1
-        return 16 if self.cc[0] in (9, 10) else 8
+        return 16 if self.cc[0] in (9, 10) and self.sms >= 132 else 8
 
     @staticmethod
     @functools.cache

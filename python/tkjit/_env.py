@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
+# Read by setup.py and the benchmarks only.
+OF_BUILD = ("TKJIT_WERROR", "TKJIT_HOSTILE", "TKJIT_SANITIZE", "TKJIT_COMMIT")
+
 VARIABLES = {
-    "TKJIT_CACHE_DIR": "Folders of the kernel cache, separated by colons: the first is written to, the rest are only read. "
+    "TKJIT_CACHE_DIR": "Folders of the kernel cache, separated by colons: the first that can be is written to, the rest are "
+    "only read. "
     "Default: `$XDG_CACHE_HOME/tkjit`, else `~/.cache/tkjit`.",
     "TKJIT_CACHE_TRUST": "`1`: use cache folders and entries that belong to, or may be written by, other users. "
     "Whoever can write there can run code on your GPU.",
@@ -17,7 +21,8 @@ VARIABLES = {
 
 def get(name: str) -> str | None:
     """The variable's value; None where it is unset or empty."""
-    assert name in VARIABLES, name
+    if name not in VARIABLES:
+        raise KeyError(name)
     return os.environ.get(name) or None
 
 

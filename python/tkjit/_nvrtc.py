@@ -63,14 +63,28 @@ def candidates() -> tuple[str, ...]:
         found = source()
         if found:
             return tuple(found)
+    return _rest()
+
+
+def _rest() -> tuple[str, ...]:
     return (*_from_pathfinder(), *_from_cuda_home(), "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
 
 
 def open_library() -> Nvrtc:
     """Open NVRTC unless it is open. Raises DeviceError with all that was tried."""
     if _core.nvrtc_info() is None:
-        _core.nvrtc_open(candidates())
+        paths = (*_identified, *candidates())
+        try:
+            _core.nvrtc_open(paths)
+        except DeviceError:  # what is usual does not open: look further
+            if _env.get("TKJIT_NVRTC"):
+                raise
+            _core.nvrtc_open((*paths, *_from_pip(), *_rest()))
     return Nvrtc(*_core.nvrtc_info())
+
+
+# The path that identify() has answered for, first: the keys of the cache are made for its version.
+_identified: list[str] = []
 
 
 def _memo_path() -> str | None:
@@ -122,10 +136,17 @@ def identify() -> Nvrtc:
     if os.path.isabs(paths[0]):
         known = _remembered(paths[0])
         if known:
+            _identified[:] = [known.path]
             return known
     nvrtc = open_library()
     _remember(nvrtc)
     return nvrtc
+
+
+def forget() -> None:
+    """The library that opened is not the one that was identified: identify again."""
+    identify.cache_clear()
+    _identified.clear()
 
 
 # Architectures whose own instructions need the suffix "a".

@@ -37,6 +37,7 @@ class Layout:
     """
 
     tensors: tuple[Spec, ...]
+    dim: int
     n: int
     strides: tuple[int, ...]
     outer: tuple[tuple[int, tuple[int, ...]], ...]
@@ -62,7 +63,7 @@ class Layout:
 
         n = shape[dim]
         strides = tuple(1 if n == 1 else s[dim] for s in all_strides)
-        return cls(tuple(tensors), n, strides, collapse(range(dim)), collapse(range(dim + 1, len(shape))))
+        return cls(tuple(tensors), dim, n, strides, collapse(range(dim)), collapse(range(dim + 1, len(shape))))
 
     @property
     def rows(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -86,10 +87,13 @@ class Layout:
         return sum(self.n * self.n_rows * t.itemsize for t in self.tensors)
 
     def aligned(self, vec: int) -> bool:
-        """Whether each row of each tensor is whole vectors of ``vec`` elements from 16-byte boundaries on."""
+        """Whether each row of each tensor is whole vectors of ``vec`` elements from 16-byte boundaries on.
+
+        Strides of dims of size 1 count too: a row alone is taken as it would be among others.
+        """
         return self.n % vec == 0 and all(
-            t.align >= 16 and all(strides[i] * t.itemsize % 16 == 0 for _, strides in self.rows)
-            for i, t in enumerate(self.tensors)
+            t.align >= 16 and all(s * t.itemsize % 16 == 0 for d, s in enumerate(t.strides) if d != self.dim)
+            for t in self.tensors
         )
 
     def extent(self, i: int) -> int:
@@ -224,11 +228,6 @@ class RowConfig:
     @property
     def threads(self) -> int:
         return self.team * self.teams
-
-    def shared_bytes(self, value_size: int, ring: bool) -> int:
-        """sizeof(row::Shared)."""
-        warps = self.threads // 32
-        return ceil_div((warps if ring else 1) * 16 * 8 + 6 * 8 + 2 * warps * self.cluster * value_size, 128) * 128
 
 
 RING_BYTES = 16 << 20  # of all tensors: below, a kernel is over before a ring pays
@@ -402,6 +401,7 @@ def any_team(n: int) -> int:
     return 256 if n > 2048 else min(power_of_two(ceil_div(n, 4)), 32)
 
 
-def any_shared_bytes(threads: int, value_size: int) -> int:
-    """sizeof(row::Shared) where a row is read directly."""
-    return ceil_div(2 * 16 * 8 + 2 * 8 + 2 * (threads // 32) * value_size, 128) * 128
+def shared_bytes(threads: int, value_size: int, cluster: int = 1, ring: bool = False) -> int:
+    """sizeof(row::Shared): barriers, drawn tiles, and two sets of the values that a reduction exchanges."""
+    warps = threads // 32
+    return ceil_div((warps if ring else 1) * 16 * 8 + 6 * 8 + 2 * warps * cluster * value_size, 128) * 128

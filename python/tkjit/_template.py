@@ -121,8 +121,11 @@ class Instance:
         """The kernel's binary for an architecture: from memory, from the cache, or compiled now."""
         target, ptx = _nvrtc.target_of(arch)
         kernel = _kernel(self.template, self.expression, target, ptx)
-        _ensure(kernel, self, target)
-        return kernel
+        if _ensure(kernel, self, target):
+            return kernel
+        _nvrtc.forget()
+        _kernels.clear()
+        return self.compiled(arch)
 
 
 def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
@@ -184,11 +187,12 @@ def _kernel(template: Template, expression: str, target: str, ptx: bool) -> _cor
 PATIENCE_MS = 10_000
 
 
-def _ensure(kernel: _core.Kernel, instance: Instance, target: str) -> None:
+def _ensure(kernel: _core.Kernel, instance: Instance, target: str) -> bool:
+    """Have the kernel's binary made. False if the compiler is another than the one its key was made for."""
     folders = cache.folders()
     trust = _env.flag("TKJIT_CACHE_TRUST")
     if kernel.ensure(folders.all, folders.home, trust, False, 0) != "nowhere":
-        return
+        return True
     if _env.flag("TKJIT_NO_JIT"):
         raise CompileError(
             f"{instance.expression} for {target} is not in the cache, and TKJIT_NO_JIT forbids to compile it. Run the op once "
@@ -198,13 +202,15 @@ def _ensure(kernel: _core.Kernel, instance: Instance, target: str) -> None:
             arch=target,
             options=kernel.options,
         )
-    _nvrtc.open_library()  # only now: a warm cache needs no compiler
+    if _nvrtc.open_library().version != _nvrtc.identify().version:  # only now: a warm cache needs no compiler
+        return False
     try:
         origin = kernel.ensure(folders.all, folders.home, trust, True, PATIENCE_MS)
     except CompileError as error:
         raise _explained(error, kernel, instance, target) from None
     if origin == "nvrtc":
         cache.after_compile(kernel.publish_errno)
+    return True
 
 
 def _explained(error: CompileError, kernel: _core.Kernel, instance: Instance, target: str) -> CompileError:

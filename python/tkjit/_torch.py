@@ -153,6 +153,10 @@ def write_into(
             f"{name}(): functions with out=... arguments don't support automatic differentiation, but one of the arguments "
             "requires grad."
         )
+    if forward_ad._current_level >= 0 and any(_has_tangent(tensor) for tensor in (source, out)):
+        raise NotImplementedError(
+            f"{name}(): functions with out=... arguments don't support forward-mode differentiation"
+        )
     if out.dtype != dtype:
         raise RuntimeError(f"{name}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
     if out.device != source.device:
@@ -178,6 +182,10 @@ def write_into(
     return out
 
 
+def _has_tangent(tensor: Tensor) -> bool:
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
 def _may_overlap(tensor: Tensor) -> bool:
     """Whether two elements may lie in one place: no proof that each dimension steps over all that the smaller ones reach."""
     reach = 0
@@ -192,6 +200,15 @@ def may_write_directly(out: Tensor, source: Tensor) -> bool:
     """Whether a kernel may write ``out`` while it reads ``source``: plain tensors that share no memory, or all of it alike."""
     if _core.route(source, out) != 0:
         return False
-    if out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if out.numel() == 0:
         return True
-    return out.data_ptr() == source.data_ptr() and out.stride() == source.stride()
+    (out_begin, out_end), (begin, end) = _reach(out), _reach(source)
+    if out_end <= begin or end <= out_begin:
+        return True
+    return out_begin == begin and out.stride() == source.stride() and out.dtype == source.dtype
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte, and of the one behind the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

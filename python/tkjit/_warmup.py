@@ -35,8 +35,15 @@ def warmup(
         >>> tkjit.warmup(tkjit.softmax, [torch.empty(8, n, device="cuda") for n in (128, 4096)])
     """
     before = cache.stats()["compiles"]
+    low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
     def run(call: Tensor | tuple) -> None:
+        if low is None:
+            return run_once(call)
+        with torch.autocast("cuda", low):  # the pool's threads don't inherit it
+            return run_once(call)
+
+    def run_once(call: Tensor | tuple) -> None:
         args = call if isinstance(call, tuple) else (call,)
         grad = backward and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
         leaves = [

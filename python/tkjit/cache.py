@@ -53,6 +53,10 @@ def _wanted() -> tuple[str, ...]:
 
 def _distrust(path: str) -> str | None:
     """Why a folder's kernels must not be run; None where they may."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return "its name is not UTF-8"
     status = os.stat(path)
     if not stat.S_ISDIR(status.st_mode):
         return "it is not a folder"
@@ -186,32 +190,19 @@ def _discard(path: Path) -> None:
         pass
 
 
-_STALE_S = 600  # nothing takes ten minutes to write
+_STALE_S = 60  # nothing takes a minute to write
 
 
 def _sweep(home: str) -> None:
-    """Remove what killed processes left half written."""
+    """Remove what killed processes left half written. By age: a process number says nothing across containers and hosts."""
     try:
         left = list(os.scandir(os.path.join(home, "tmp")))
     except OSError:
         return
     for file in left:
-        try:
-            if time.time() - file.stat(follow_symlinks=False).st_mtime > _STALE_S or not _alive(file.name):
+        with contextlib.suppress(OSError):  # another process was first, or it is none of ours
+            if time.time() - file.stat(follow_symlinks=False).st_mtime > _STALE_S:
                 os.unlink(file.path)
-        except OSError:  # another process was first, or it is none of ours
-            pass
-
-
-def _alive(name: str) -> bool:
-    """Whether the process that a temporary file is named after still runs; unknown counts as running."""
-    try:
-        os.kill(int(name.split("-")[0]), 0)
-    except ProcessLookupError:
-        return False
-    except (ValueError, OverflowError, PermissionError):
-        pass
-    return True
 
 
 def prune(max_bytes: int | None = None) -> list[Path]:

@@ -70,7 +70,8 @@ def _cache() -> Iterator[Finding]:
 
 def _environment() -> Iterator[Finding]:
     chosen = [f"{name}={os.environ[name]}" for name in _env.VARIABLES if name in os.environ]
-    unknown = [name for name in os.environ if name.startswith("TKJIT_") and name not in _env.VARIABLES]
+    known = {*_env.VARIABLES, *_env.OF_BUILD}
+    unknown = [name for name in os.environ if name.startswith("TKJIT_") and name not in known]
     yield True, "environment: " + (", ".join(chosen) or "defaults")
     if unknown:
         yield False, f"unknown variables: {', '.join(unknown)}"

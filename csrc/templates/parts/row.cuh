@@ -320,6 +320,9 @@ struct Reader {
             }
         }
         bytes = tk::sum_lanes(bytes);
+        if constexpr (!G::kAligned) {
+            tk::sync_warp();  // the elements that other lanes copied by hand come before lane 0's arrival
+        }
         if (tk::lane() == 0) {
             tk::arrive_expect(shared.full[warp()][stage], bytes);
         }

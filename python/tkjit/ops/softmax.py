@@ -9,6 +9,7 @@ registers, rows too long for that (two passes through scratch), and any strides 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,11 +30,11 @@ from .._rows import (
     RowConfig,
     RowKernel,
     SpanConfig,
-    any_shared_bytes,
     any_team,
     ceil_div,
     count,
     rows_struct,
+    shared_bytes,
 )  # fmt: skip
 from .._template import template
 from .._torch import Op, compiling, may_write_directly, routed, write_into
@@ -42,12 +43,16 @@ from ..testing import inner_bench, op_cases, row_bench, row_inputs
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
+def _value_bytes(name: str, layout: Layout) -> int:
+    """What a row is reduced to: a maximum and a sum forward, a sum backward; in double for double."""
+    return (2 if name == "fwd" else 1) * (8 if layout.tensors[1].itemsize == 8 else 4)
+
+
 def _row_launch(name: str, log: bool, layout: Layout, k: RowKernel, device: Device) -> Any:
     out, *inputs = layout.tensors
     c, ring = k.cfg, k.ring
     dims, fields = rows_struct(layout.rows, len(layout.tensors))
-    value = (8 if name == "fwd" else 4) * (2 if inputs[0].itemsize == 8 else 1)
-    smem = c.shared_bytes(value, ring is not None)
+    smem = shared_bytes(c.threads, _value_bytes(name, layout), c.cluster, ring is not None)
     tiles = ceil_div(layout.n_rows, c.teams)
     if ring is not None:
         smem += c.threads // 32 * ring.stages * len(inputs) * ring.slot_bytes
@@ -88,13 +93,13 @@ def _column_launch(name: str, log: bool, layout: Layout, c: ColumnConfig, device
 def _span_launches(name: str, log: bool, layout: Layout, c: SpanConfig) -> tuple[Any, Any]:
     out, *inputs = layout.tensors
     dims, fields = rows_struct(layout.rows, len(layout.tensors))
-    value = (8 if name == "fwd" else 4) * (2 if inputs[0].itemsize == 8 else 1)
+    value = _value_bytes(name, layout)
     partial = scratch(layout.n_rows * c.spans * value)
     sizes = (i64(layout.n_rows), i64(c.cells))
     strides = [i64(c.vec if layout.unit else s) for s in layout.strides]
     spans = (i64(c.span), i32(c.spans))
     common: dict[str, Any] = dict(
-        grid=min(layout.n_rows * c.spans, 2**31 - 1), block=THREADS, smem=any_shared_bytes(THREADS, value)
+        grid=min(layout.n_rows * c.spans, 2**31 - 1), block=THREADS, smem=shared_bytes(THREADS, value)
     )
     k = template("softmax")
     types = dict(T=inputs[0].dtype, Out=out.dtype)
@@ -111,14 +116,13 @@ def _any_launch(name: str, log: bool, layout: Layout) -> Any:
     out, *inputs = layout.tensors
     dims, fields = rows_struct(layout.rows, len(layout.tensors))
     team = any_team(layout.n)
-    value = (8 if name == "fwd" else 4) * (2 if inputs[0].itemsize == 8 else 1)
     kernel = template("softmax").kernel(
         f"{name}_any", T=inputs[0].dtype, Out=out.dtype, kLog=log, kTeam=team, kDims=dims
     )
     return kernel.launch(
         grid=min(ceil_div(layout.n_rows, 256 // team), 2**31 - 1),
         block=256,
-        smem=any_shared_bytes(256, value),
+        smem=shared_bytes(256, _value_bytes(name, layout)),
         args=(out, *inputs, struct(*fields), i64(layout.n_rows), i64(layout.n), *(i64(s) for s in layout.strides)),
     )
 
@@ -148,6 +152,11 @@ _TYPES = {
     "fwd": [*((t, t) for t in DTYPES), ("float16", "float32"), ("bfloat16", "float32")],
     "bwd": [*((t, t) for t in DTYPES), ("float32", "float16"), ("float32", "bfloat16")],
 }
+
+
+def _require_types(name: str, source: Spec, out: Spec) -> None:
+    if (source.dtype, out.dtype) not in _TYPES[name]:
+        raise RuntimeError(f"softmax: no kernel takes {source.dtype} to {out.dtype}")
 
 
 def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -194,6 +203,7 @@ def _forward(x: Spec, dim: int, log: bool, dtype: str | None = None, out: Spec |
     dim = canonical(dim, x.ndim)
     require_dtype("log_softmax" if log else "softmax", x.dtype, DTYPES)
     y = empty(x.shape, dtype or x.dtype, x) if out is None else out
+    _require_types("fwd", x, y)
     if x.numel == 0:
         return plan(y)
     layout = Layout.of((y, x), dim)
@@ -205,7 +215,12 @@ def _backward(dy: Spec, y: Spec, dim: int, log: bool, dtype: str | None = None) 
     """dx of ``dy`` and ``y``; ``dtype`` is dx's, where it isn't y's."""
     dim = canonical(dim, y.ndim)
     require_dtype("softmax_backward", dy.dtype, DTYPES)
+    if dy.shape != y.shape or dy.dtype != y.dtype:
+        raise RuntimeError(
+            f"softmax_backward: the gradient is {dy.dtype} of {dy.shape}, but the result {y.dtype} of {y.shape}"
+        )
     dx = empty(y.shape, dtype or y.dtype, y)
+    _require_types("bwd", y, dx)
     if y.numel == 0:
         return plan(dx)
     layout = Layout.of((dx, dy, y), dim)
@@ -290,6 +305,14 @@ def _fake(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def _fake_backward(dy: Tensor, y: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
+    if dy.shape != y.shape or dy.dtype != y.dtype:
+        raise RuntimeError(
+            f"softmax_backward: the gradient is {dy.dtype} of {dy.shape}, but the result {y.dtype} of {y.shape}"
+        )
+    return _fake(y, dim, dtype)
+
+
 _forward_op = define(
     "softmax(Tensor x, int dim, bool log, ScalarType? dtype) -> Tensor",
     run=_forward,
@@ -300,7 +323,7 @@ _forward_op = define(
 _backward_op = define(
     "softmax_backward(Tensor dy, Tensor y, int dim, bool log, ScalarType dtype) -> Tensor",
     run=_backward,
-    fake=lambda dy, y, dim, log, dtype: _fake(y, dim, dtype),
+    fake=_fake_backward,
     setup_context=_setup_backward,
     backward=_library_second,
 )
@@ -357,7 +380,9 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
 
     Same as ``torch.softmax``. Forward and backward are one kernel each; the backward keeps the result only.
     """
-    if dtype is None and out is None and not compiling():  # the usual call, without another frame
+    if (
+        dtype is None and out is None and dim.__class__ is int and not compiling()
+    ):  # the usual call, without another frame
         return _call(input, dim, False, None)
     return _softmax(input, dim, False, dtype, out)
 
@@ -368,16 +393,22 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
     Exact at large offsets: adding 1e4 to every ``x`` changes no bit that the input's own rounding has not changed.
     Arguments, result and errors are those of :func:`softmax`. Same as ``torch.log_softmax``.
     """
-    if dtype is None and out is None and not compiling():
+    if not compiling() and dtype is None and out is None and dim.__class__ is int:
         return _call(input, dim, True, None)
     return _softmax(input, dim, True, dtype, out)
 
 
 def _softmax(x, dim, log, dtype, out):
+    name = "log_softmax" if log else "softmax"
+    _require_kind(name, "input", 1, x, Tensor)
     if dtype is not None:
+        _require_kind(name, "dtype", 3, dtype, torch.dtype)
         x, dtype = _cast(x, dtype)
+    if isinstance(dim, Tensor):  # a 0-d one of integers counts as its number
+        dim = operator.index(dim)
     if out is not None:
-        return _into(out, x, dim, log, dtype)
+        _require_kind(name, "out", 4, out, Tensor)
+        return _into(out, x, canonical(dim, x.dim()), log, dtype)
     if compiling():
         if x.is_cuda and torch.is_autocast_enabled("cuda"):
             x, dim, log, dtype = _to_float32(x, dim, log, dtype)
@@ -385,9 +416,16 @@ def _softmax(x, dim, log, dtype, out):
     return _call(x, dim, log, dtype)
 
 
+def _require_kind(function, argument, position, value, kind):
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{function}(): argument '{argument}' (position {position}) must be {kind.__name__}, not {type(value).__name__}"
+        )
+
+
 def _cast(x, dtype):
     """The cast that ``dtype`` asks for, unless the kernel does it on the way."""
-    if not isinstance(x, Tensor) or x.dtype == dtype:
+    if x.dtype == dtype:
         return x, None
     if dtype == torch.float32 and x.dtype in (torch.float16, torch.bfloat16):
         return x, dtype
@@ -396,7 +434,7 @@ def _cast(x, dtype):
 
 def _into(out, x, dim, log, dtype):
     def compute(target):
-        if may_write_directly(target, x):
+        if not compiling() and may_write_directly(target, x):
             return _forward(x.detach(), dim, log, dtype, target)
         return _softmax(x.detach(), dim, log, dtype, None)
 
