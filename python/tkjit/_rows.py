@@ -175,7 +175,7 @@ _MEASURED = {
 class RowConfig:
     """How a row of contiguous elements is held: see row::Geometry in parts/row.cuh.
 
-    A function of the row's length, the types and the alignment alone, so that a row's bits don't depend on the batch.
+    A function of the row's length and the types alone, so that a row's bits don't depend on the batch.
     """
 
     vec: int
@@ -187,26 +187,22 @@ class RowConfig:
     blocks_per_sm: int = 0
 
     @classmethod
-    def pick(
-        cls, n: int, in_size: int, out_size: int, streams: int, max_cluster: int, aligned: bool
-    ) -> RowConfig | None:
+    def pick(cls, n: int, in_size: int, out_size: int, streams: int, max_cluster: int) -> RowConfig | None:
         """None if the row is longer than a cluster's registers."""
-        vec = (16 if aligned else 8) // min(in_size, out_size)
-        unit = 1 if aligned else 2  # vectors to 16 bytes
+        vec = 16 // min(in_size, out_size)
 
         def made(team: int, teams: int, cluster: int, vecs: int, blocks: int) -> RowConfig:
             if team == THREADS and vec == 8 and streams == 1 and vecs > 4:
                 vecs = 8  # at 5 to 7 ptxas 13.0 spills float16's log_softmax, at 8 it does not
             # A warp's part of a row is one chunk of up to 4 KB (0.94 of the copy at 128k columns, forward, where chunks of
             # 4 vectors gave 0.92), or, when it is more, chunks of 4 vectors.
-            chunk = vecs if streams * vecs <= 8 * unit or vecs % (4 * unit) or team < 32 else 4 * unit
+            chunk = vecs if streams * vecs <= 8 or vecs % 4 or team < 32 else 4
             return cls(vec, team, teams, cluster, vecs, chunk, blocks)
 
         # Short rows: 4 vectors a thread. 0.97-0.99 of the copy at 256 and 1024 columns.
         for team in (1, 2, 4, 8, 16, 32):
-            if n <= team * vec * 4 * unit and (in_size == out_size or streams == 1):
-                vecs = ceil_div(n, team * vec)
-                return made(team, 256 // team, 1, power_of_two(vecs) if aligned else vecs, 0)
+            if n <= team * vec * 4 and (in_size == out_size or streams == 1):
+                return made(team, 256 // team, 1, power_of_two(ceil_div(n, team * vec)), 0)
         if streams == 1 or in_size == out_size:
             for columns, team, teams, cluster, blocks in _MEASURED.get((streams, min(in_size, out_size)), ()):
                 if n <= columns and cluster <= max_cluster:
@@ -217,11 +213,11 @@ class RowConfig:
             most = 8 if streams == 1 else 2
         for team in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             vecs = ceil_div(n, team * vec)
-            if vecs <= min(most, 4) * unit:
+            if vecs <= min(most, 4):
                 return made(team, 256 // team, 1, vecs if team >= 32 else power_of_two(vecs), 0)
         for cluster in (1, 2, 4, 8, 16):
             vecs = ceil_div(n, cluster * THREADS * vec)
-            if vecs <= most * unit and cluster <= max_cluster:
+            if vecs <= most and cluster <= max_cluster:
                 return made(THREADS, 1, cluster, vecs, 1)
         return None
 
@@ -283,10 +279,10 @@ class RowKernel:
     @classmethod
     def pick(cls, layout: Layout, device: Device) -> RowKernel | None:
         out, *inputs = layout.tensors
-        aligned = layout.aligned(16 // min(inputs[0].itemsize, out.itemsize))
-        cfg = RowConfig.pick(layout.n, inputs[0].itemsize, out.itemsize, len(inputs), device.max_cluster, aligned)
+        cfg = RowConfig.pick(layout.n, inputs[0].itemsize, out.itemsize, len(inputs), device.max_cluster)
         if cfg is None:
             return None
+        aligned = layout.aligned(cfg.vec)
         return cls(cfg, RingConfig.pick(cfg, layout, len(inputs), device, aligned), aligned)
 
     def params(self, dtype: str, out_dtype: str, log: bool, dims: int) -> dict[str, Any]:

@@ -56,8 +56,7 @@ struct Geometry {
     static constexpr int kVecs = kVecs_, kChunkVecs = kChunkVecs_;
     static constexpr bool kRing = kRing_, kAligned = kAligned_;
 
-    // 16 bytes; 8 where elements move one by one anyway, since smaller steps leave fewer lanes idle at a row's end.
-    static constexpr int kVec = (kAligned ? 16 : 8) / (sizeof(T) < sizeof(Out) ? sizeof(T) : sizeof(Out));
+    static constexpr int kVec = 16 / (sizeof(T) < sizeof(Out) ? sizeof(T) : sizeof(Out));
     static constexpr int kLanes = kTeam < 32 ? kTeam : 32;      // of a team in one warp
     static constexpr int kWarps = kTeam / kLanes;               // of a team
     static constexpr int kThreads = kTeam * kTeams;             // of the block

@@ -167,10 +167,9 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
             streams = 1 if name == "fwd" else 2
             # A config changes where a row outgrows it: at multiples of a vector of a warp, or of small teams.
             lengths = [*range(SHORT, 2048), *range(2048, 16 * THREADS * 64 + 1, 512)]
-            for aligned in (False, True):
-                configs = (RowConfig.pick(n, *sizes, streams, device.max_cluster, aligned) for n in lengths)
-                for cfg in dict.fromkeys(configs):
-                    for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
+            for cfg in dict.fromkeys(RowConfig.pick(n, *sizes, streams, device.max_cluster) for n in lengths):
+                for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
+                    for aligned in (False, True):
                         if cfg is not None:
                             ring = RingConfig(1, 0, 0, False) if ringed else None
                             yield name, RowKernel(cfg, ring, aligned).params(dtype, out_dtype, log, d)
