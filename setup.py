@@ -44,6 +44,11 @@ def aten_flags() -> list[str]:
 
 
 class BuildExt(build_ext):
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # What was built with other switches is not up to date.
+        self.force = self.force or any(map(switch, ("TKJIT_WERROR", "TKJIT_HOSTILE", "TKJIT_SANITIZE")))
+
     def build_extension(self, ext: Extension) -> None:
         ext.define_macros.append(("TKJIT_VERSION", f'"{self.distribution.get_version()}"'))
         ext.extra_compile_args += aten_flags()
@@ -87,7 +92,7 @@ def extension() -> Extension:
     return Extension(
         "tkjit._core",
         sources=sorted(str(file) for file in Path("csrc").glob("*.c")),
-        depends=sorted(str(file) for file in Path("csrc").rglob("*.h")),
+        depends=["setup.py", "pyproject.toml", *sorted(str(file) for file in Path("csrc").rglob("*.h"))],
         include_dirs=["csrc"],
         define_macros=macros,
         extra_compile_args=compile_args,

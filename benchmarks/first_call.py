@@ -12,6 +12,7 @@ import sys
 import time
 
 import torch
+
 from tkjit.testing import DTYPE_NAMES, OpCases, all_cases, as_tuple
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from tkjit.testing import BenchCase, OpCases, as_tuple
 
 Thunk = Callable[[], Any]

@@ -25,10 +25,11 @@ from typing import Any
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+import torch  # noqa: E402
+
 import peers  # noqa: E402
 import report  # noqa: E402
 import timing  # noqa: E402
-import torch  # noqa: E402
 from tkjit.testing import DTYPE_NAMES, BenchCase, OpCases, all_cases, as_tuple, closeness, in_float64  # noqa: E402
 
 DIRECTIONS = ("forward", "backward")

@@ -95,11 +95,12 @@ open_locked(int n_paths, const char *const *paths, tk_error *err)
                                      "\n  %s: %s", paths[i], wrong);
         }
     }
-    return tk_fail(err, TK_DEVICE,
-                   "the CUDA run-time compiler (NVRTC) was not found; looked "
-                   "for:%s\nInstall it with `pip install nvidia-cuda-nvrtc`, "
-                   "or set TKJIT_NVRTC to the path of libnvrtc.so",
-                   n_paths > 0 ? tried : " nothing");
+    return tk_fail(
+        err, TK_DEVICE,
+        "no CUDA run-time compiler (NVRTC) could be opened; tried:"
+        "%s\nInstall it with `pip install nvidia-cuda-nvrtc`, or set "
+        "TKJIT_NVRTC to the path of a libnvrtc.so",
+        n_paths > 0 ? tried : " nothing");
 }
 
 int

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tkjit.testing import as_tuple, assert_close
 from torch import Tensor
+
+from tkjit.testing import as_tuple, assert_close
 
 
 def is_float(value: Any) -> bool:

@@ -19,8 +19,9 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import engine
 import pytest
+
+import engine
 import tkjit
 from engine import ORDINARY_USER, PACKAGE, ensure, entry_path, environment, facts, fresh_source, instance, kernel, run
 from tkjit import _core, _nvrtc, _template, cache
@@ -835,3 +836,34 @@ def test_no_module_reads_pickles() -> None:
                 found.append((path.name, "torch.load"))
     assert found == []
     assert tkjit.cache is cache
+
+
+# --- A cache that was shipped ------------------------------------------------------------------------------------------
+
+
+def test_exported_kernels_are_found_where_there_is_no_compiler(own_cache: Path, tmp_path: Path) -> None:
+    """The version in the keys is then the one that the exported folder notes."""
+    source = fresh_source()
+    instance(source).compiled("sm_90a")
+    shipped = tmp_path / "shipped"
+    assert cache.export(str(shipped)) == 1
+    code = f"""
+        from tkjit import _nvrtc
+        _nvrtc._loaded = _nvrtc._from_pip = _nvrtc._from_pathfinder = list
+        _nvrtc.candidates = _nvrtc._rest = lambda: ("/nonexistent/libnvrtc.so",)
+        from engine import instance
+        import tkjit
+        print(len(instance({source!r}).compiled("sm_90a").image) > 1000, tkjit.cache.stats()["compiles"])
+        try:
+            instance({source!r}, n=2).compiled("sm_90a")
+        except tkjit.DeviceError as error:
+            print("NVRTC" in str(error))
+    """
+    done = engine.run(code, TKJIT_CACHE_DIR=f"{tmp_path / 'front'}:{shipped}")
+    assert done.stdout.split() == ["True", "0", "True"]
+
+
+@pytest.mark.parametrize("target", ["", "itself"])
+def test_an_export_that_makes_no_sense_is_refused(own_cache: Path, target: str) -> None:
+    with pytest.raises(ValueError, match=r"no name|the cache itself"):
+        cache.export(str(cache.folders().home) if target else "")

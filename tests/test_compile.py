@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
 import tkjit
 from engine import ensure, entry_path, facts, fresh_source, instance, kernel, run
 from tkjit import CompileError, DeviceError, _core, _nvrtc, _template, cache

@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tkjit
 import torch
-from judge import answer, as_leaves, assert_same, check, is_float, mapped, upstream
-from tkjit import testing
-from tkjit.testing import LAYOUTS, OpCases, Sample, as_layout, as_tuple, assert_close, fence_intact, fenced, poison
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import tkjit
+from judge import answer, as_leaves, assert_same, check, is_float, mapped, upstream
+from tkjit import testing
+from tkjit.testing import LAYOUTS, OpCases, Sample, as_layout, as_tuple, assert_close, fence_intact, fenced, poison
 
 OPS = testing.all_cases()
 MODULES = [info.name for info in pkgutil.iter_modules(importlib.import_module("tkjit.ops").__path__)]

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from engine import PACKAGE, tkjit_command
 from tkjit import _env
 

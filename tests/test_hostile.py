@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engine import environment
 
 SCRIPT = Path(__file__).with_name("hostile_build.py")

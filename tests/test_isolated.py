@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from engine import environment
 
 SCRIPTS = sorted(Path(__file__).with_name("isolated").glob("*.py"))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tkjit import _plan
 from tkjit._device import ARCHS, Device
 from tkjit._plan import Spec, empty, plan

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from engine import NOBODY, PACKAGE, fresh_source, run
 from tkjit import _core, _nvrtc, _template
 

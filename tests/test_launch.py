@@ -5,8 +5,9 @@ from __future__ import annotations
 import struct
 
 import pytest
-import tkjit
 import torch
+
+import tkjit
 from tkjit import _core
 from tkjit._plan import (
     bool_,

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engine import ensure, fresh_source, kernel, run
 from mutants import mutated
 from tkjit import DeviceError, _core, _plan, _template, cache

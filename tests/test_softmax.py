@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tkjit
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+import tkjit
 from judge import Answer, answer, as_leaves, assert_same, check, upstream
 from tkjit.testing import FLOOR, ROW_VALUES, as_layout, assert_close, fence_intact, fenced, poison, row_values
-from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = DTYPES[:2]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tkjit import _core, _plan
 from torch.autograd import forward_ad
+
+from tkjit import _core, _plan
 
 CPU = (1, 0)  # DLPack's device type, and index
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 
 from . import __version__, _env, cache
+from ._errors import Error
 
 
 def _ls(args: argparse.Namespace) -> int:
@@ -52,6 +54,7 @@ def _print_env(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tkjit", description=f"tkjit {__version__}")
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("doctor", help="check driver, compiler, cache and one kernel").set_defaults(run=_doctor)
     commands.add_parser("env", help="print the table of environment variables").set_defaults(run=_print_env)
@@ -66,10 +69,17 @@ def main(argv: list[str] | None = None) -> int:
     prune.add_argument("--mb", type=int, help="size to come down to (default: TKJIT_CACHE_MAX_MB)")
     prune.set_defaults(run=_prune)
     export = actions.add_parser("export", help="copy the entries into a folder, to be shipped")
-    export.add_argument("folder")
+    export.add_argument("folder", help="made if it is missing; name it in TKJIT_CACHE_DIR, behind a colon")
     export.set_defaults(run=_export)
     args = parser.parse_args(argv)
-    return args.run(args)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Error, OSError, ValueError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

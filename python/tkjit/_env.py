@@ -36,10 +36,9 @@ def number(name: str, default: int) -> int:
     value = get(name)
     if value is None:
         return default
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name} must be a whole number, not {value!r}") from None
+    if not value.isdecimal():
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
 
 
 def markdown() -> str:

@@ -91,7 +91,7 @@ def _memo_path() -> str | None:
     from . import cache
 
     home = cache.folders().home
-    return home and os.path.join(home, "nvrtc.json")
+    return home and os.path.join(home, cache.MEMO)
 
 
 def _stamp(path: str) -> list:
@@ -99,18 +99,36 @@ def _stamp(path: str) -> list:
     return [path, status.st_size, status.st_mtime_ns]
 
 
+def _read_memo(memo: str) -> tuple[list, Nvrtc] | None:
+    """The stamp of a library, and what was learnt of it; None where the file is not whole."""
+    try:
+        with open(memo) as file:
+            seen = json.load(file)
+        major, minor = map(int, seen["version"])
+        archs = tuple(map(int, seen["archs"]))
+        return (seen["stamp"], Nvrtc(str(seen["stamp"][0]), (major, minor), archs)) if archs else None
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError):
+        return None
+
+
 def _remembered(path: str) -> Nvrtc | None:
     """What an earlier process learnt of this very file, which spares a new one from opening 100 MB of library."""
     memo = _memo_path()
+    known = _read_memo(memo) if memo else None
     try:
-        with open(memo or "") as file:
-            seen = json.load(file)
-        if seen["stamp"] == _stamp(path):
-            major, minor = map(int, seen["version"])
-            archs = tuple(map(int, seen["archs"]))
-            return Nvrtc(path, (major, minor), archs) if archs else None
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
-        pass
+        return known[1] if known and known[0] == _stamp(path) else None
+    except OSError:
+        return None
+
+
+def _shipped() -> Nvrtc | None:
+    """The compiler that a folder's entries were made with: where there is no compiler, they can still be used."""
+    from . import cache
+
+    for folder in cache.folders().all:
+        known = _read_memo(os.path.join(folder, cache.MEMO))
+        if known:
+            return known[1]
     return None
 
 
@@ -120,11 +138,20 @@ def _remember(nvrtc: Nvrtc) -> None:
         return
     aside = os.path.join(os.path.dirname(memo), "tmp", f"{os.getpid()}-nvrtc")
     try:
-        with open(aside, "w") as file:
-            json.dump({"stamp": _stamp(nvrtc.path), "version": nvrtc.version, "archs": nvrtc.archs}, file)
+        write_memo(nvrtc, aside)
         os.replace(aside, memo)
     except OSError:  # it only saves time
         pass
+
+
+def write_memo(nvrtc: Nvrtc, path: str) -> None:
+    """Note the compiler in a file, for processes that have not opened it, or cannot."""
+    try:
+        stamp = _stamp(nvrtc.path)
+    except OSError:  # it came from such a note itself
+        stamp = [nvrtc.path, 0, 0]
+    with open(path, "w") as file:
+        json.dump({"stamp": stamp, "version": nvrtc.version, "archs": nvrtc.archs}, file)
 
 
 @functools.cache
@@ -138,7 +165,13 @@ def identify() -> Nvrtc:
         if known:
             _identified[:] = [known.path]
             return known
-    nvrtc = open_library()
+    try:
+        nvrtc = open_library()
+    except DeviceError:
+        shipped = _shipped()
+        if shipped is None:
+            raise
+        return shipped
     _remember(nvrtc)
     return nvrtc
 

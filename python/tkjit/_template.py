@@ -74,8 +74,8 @@ class Template:
     """A CUDA source whose kernels are templates. ``name`` is its file's stem and its namespace."""
 
     name: str
-    source: str
-    headers: dict[str, str] = field(compare=False)
+    source: str = field(repr=False)
+    headers: dict[str, str] = field(compare=False, repr=False)
     namespace: str = ""
 
     @staticmethod

@@ -34,6 +34,8 @@ def warmup(
     Example:
         >>> tkjit.warmup(tkjit.softmax, [torch.empty(8, n, device="cuda") for n in (128, 4096)])
     """
+    if isinstance(calls, Tensor):
+        raise TypeError("warmup(): 'calls' must be a list of tensors or of tuples of arguments, not one Tensor")
     before = cache.stats()["compiles"]
     low = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
@@ -44,7 +46,7 @@ def warmup(
             return run_once(call)
 
     def run_once(call: Tensor | tuple) -> None:
-        args = call if isinstance(call, tuple) else (call,)
+        args = (call,) if isinstance(call, Tensor) else tuple(call)
         grad = backward and any(isinstance(arg, Tensor) and arg.is_floating_point() for arg in args)
         leaves = [
             arg.detach().requires_grad_(grad and arg.is_floating_point()) if isinstance(arg, Tensor) else arg

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 import threading
 import time
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import _core, _env
+
+MEMO = "nvrtc.json"  # in a folder: which compiler its entries were made with; see _nvrtc.py
 
 __all__ = ["Entry", "Folders", "clear_plans", "entries", "explain", "export", "folders", "prune", "stats", "verify"]
 
@@ -214,11 +217,13 @@ def prune(max_bytes: int | None = None) -> list[Path]:
     Returns:
         The files removed.
     """
+    limit = _env.number("TKJIT_CACHE_MAX_MB", 1024) << 20 if max_bytes is None else max_bytes
+    if limit < 0:
+        raise ValueError(f"max_bytes must not be negative: {limit}")
     home = folders().home
     if home is None:
         return []
     _sweep(home)
-    limit = _env.number("TKJIT_CACHE_MAX_MB", 1024) << 20 if max_bytes is None else max_bytes
     aged = []
     for path in _files(home):
         try:
@@ -238,9 +243,16 @@ def prune(max_bytes: int | None = None) -> list[Path]:
 
 
 def export(target: str) -> int:
-    """Copy every whole entry into a folder, to be read as a later part of TKJIT_CACHE_DIR. Returns how many."""
-    import shutil
+    """Copy every whole entry into a folder, to be read as a later part of TKJIT_CACHE_DIR. Returns how many.
 
+    The kernels are found there by the same version of tkjit with the same version of NVRTC, or with no NVRTC at all.
+    """
+    from . import _nvrtc
+
+    if not target:
+        raise ValueError("the folder to export to has no name")
+    if os.path.abspath(target) in folders().all:
+        raise ValueError(f"{target} is the cache itself")
     count = 0
     os.makedirs(target, mode=0o755, exist_ok=True)  # whatever the umask: a folder that others can write to is not used
     for entry in entries():
@@ -249,6 +261,8 @@ def export(target: str) -> int:
             place.mkdir(mode=0o755, exist_ok=True)
             shutil.copy2(entry.path, place / entry.path.name)
             count += 1
+    if count:
+        _nvrtc.write_memo(_nvrtc.identify(), os.path.join(target, MEMO))
     return count
 
 
@@ -269,7 +283,10 @@ def after_compile(failed: int) -> None:
         return
     _since_prune = (_since_prune + 1) % _PRUNE_EVERY
     if _since_prune == 0:
-        prune()
+        try:
+            prune()
+        except ValueError as error:  # the user's call is not the place to fail for that
+            _tell_once(f"tkjit does not keep its cache small: {error}")
 
 
 # --- Counters --------------------------------------------------------------------------------------------------------

@@ -25,10 +25,9 @@ def _versions() -> Iterator[Finding]:
     except ImportError as error:
         yield False, f"torch cannot be imported: {error}; pip install 'torch>=2.10'"
         return
-    yield (
-        hasattr(torch.Tensor, "__dlpack_c_exchange_api__"),
-        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}",
-    )
+    yield hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), f"torch {torch.__version__}"
+    cuda = torch.version.cuda
+    yield cuda is not None, f"torch is built for CUDA {cuda}" if cuda else "this torch is built without CUDA"
 
 
 def _driver() -> Iterator[Finding]:
@@ -54,7 +53,7 @@ def _compiler() -> Iterator[Finding]:
 def _cache() -> Iterator[Finding]:
     folders = cache.folders()
     for path, reason in folders.refused:
-        yield False, f"cache folder {path} is not used: {reason}"
+        yield False, f"{path} is not used: {reason}"
     if folders.home is None:
         yield False, "kernels are kept in memory only"
         return
@@ -64,7 +63,7 @@ def _cache() -> Iterator[Finding]:
     free = shutil.disk_usage(folders.home).free / 2**30
     yield (
         damaged == 0,
-        f"cache {folders.home}: {len(found)} entries, {size:.1f} MB, {damaged} damaged, {free:.0f} GiB free",
+        f"{folders.home}: {len(found)} entries, {size:.1f} MB, {damaged} damaged, {free:.0f} GiB free",
     )
 
 
@@ -72,7 +71,8 @@ def _environment() -> Iterator[Finding]:
     chosen = [f"{name}={os.environ[name]}" for name in _env.VARIABLES if name in os.environ]
     known = {*_env.VARIABLES, *_env.OF_BUILD}
     unknown = [name for name in os.environ if name.startswith("TKJIT_") and name not in known]
-    yield True, "environment: " + (", ".join(chosen) or "defaults")
+    yield True, ", ".join(chosen) or "no TKJIT_ variable is set"
+    _env.number("TKJIT_CACHE_MAX_MB", 0)  # raises where it is no size
     if unknown:
         yield False, f"unknown variables: {', '.join(unknown)}"
 
@@ -99,7 +99,7 @@ def _self_test() -> Iterator[Finding]:
     from . import softmax
 
     if not torch.cuda.is_available():
-        yield False, "self-test left out: torch sees no GPU"
+        yield False, "not run: torch sees no GPU"
         return
     with _empty_cache():
         x = torch.randn(64, 1000, device="cuda", requires_grad=True)
@@ -131,7 +131,7 @@ def run() -> int:
     for name, check in CHECKS:
         try:
             findings = list(check())
-        except (Error, OSError, RuntimeError) as error:
+        except (Error, ImportError, OSError, RuntimeError, ValueError) as error:
             findings = [(False, str(error))]
         for well, text in findings:
             ill += not well

@@ -5,6 +5,7 @@ import resource
 import sys
 
 import torch
+
 from tkjit import _core
 
 CALLS = 20_000

@@ -5,8 +5,9 @@ import resource
 import sys
 import weakref
 
-import tkjit._core
 import torch
+
+import tkjit._core
 
 
 def resident_kib() -> int:
