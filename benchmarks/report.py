@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -223,3 +224,37 @@ def verdicts(entries: Sequence[dict[str, Any]]) -> str:
             ]
         )
     return table(["tkjit / copy", "geomean", "least", "not timed", "not ahead of"], rows)
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """README's table: GB/s of tkjit and of the best other, bold where tkjit is ahead of all, and what it was measured by."""
+    entries = results["device"]
+    kinds = list(dict.fromkeys((e["dtype"], e["direction"]) for e in entries))
+    cells: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
+    for e in entries:
+        others = {n: p["gbps"] for n, p in e["peers"].items() if n not in ("tkjit", "copy") and p["status"] == "ok"}
+        best = max(others, key=lambda name: others[name], default=None)
+        own = f"{e['peers']['tkjit']['gbps']:.0f}" if e["peers"]["tkjit"]["status"] == "ok" else "-"
+        if all(e.get("ahead", {}).values()):
+            own = f"**{own}**"
+        place = (e["group"], f"{e['x']:g}")
+        cells.setdefault(place, {})[e["dtype"], e["direction"]] = own + (
+            f" / {others[best]:.0f} {best}" if best else ""
+        )
+    names = [name for name in _in_order(entries) if name != "tkjit"]
+    lines = [
+        f"{results['gpu']}, {results['date'][:10]}, commit {results['commit']}, `{results['command']}`.",
+        f"GB/s of tkjit / of the best other (peers: {', '.join(name for name in names if name != 'copy')}); bold: ahead of all.",
+        "",
+        "| case | " + " | ".join(f"{dtype} {direction}" for dtype, direction in kinds) + " |",
+        "| --- |" + " --- |" * len(kinds),
+        *(f"| {group} {x} | " + " | ".join(row.get(kind, "-") for kind in kinds) + " |" for (group, x), row in cells.items()),
+    ]  # fmt: skip
+    copies = [e["peers"]["copy"]["gbps"] for e in entries if e["peers"].get("copy", {}).get("status") == "ok"]
+    if copies:
+        lines += ["", f"`copy_` of as many bytes: {min(copies):.0f} to {max(copies):.0f} GB/s."]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":  # python benchmarks/report.py FILE: the block between README's markers
+    print(markdown(read(pathlib.Path(sys.argv[1]))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -642,3 +643,24 @@ def test_layout_changes_no_value(layout, shape):
 def test_unknown_layout_is_an_error():
     with pytest.raises(ValueError, match="diagonal"):
         testing.as_layout("diagonal", torch.ones(2))
+
+
+def test_readme_shows_the_newest_results(root: Path):
+    between = re.search(r"<!-- results -->\n(.*?)\n<!-- /results -->", (root / "README.md").read_text(), re.DOTALL)
+    newest = max((BENCHMARKS / "results").glob("*.json"), key=lambda path: report.read(path)["date"])
+    want = f"`python benchmarks/report.py benchmarks/results/{newest.name}`"
+    assert between and between[1].strip() == report.markdown(report.read(newest)), f"write the output of {want} there"
+
+
+def test_readmes_table_is_bold_where_ahead_of_all():
+    def entry(direction: str, tkjit: float, **others: float) -> dict:
+        timed = {n: {"status": "ok", "gbps": g} for n, g in {"tkjit": tkjit, "copy": 4000.0, **others}.items()}
+        ahead = {name: tkjit >= gbps for name, gbps in others.items()}
+        place = {"group": "last dim", "x": 256.0, "dtype": "bf16", "direction": direction}
+        return place | {"peers": timed | {"liger": {"status": "failed: no"}}, "ahead": ahead}
+
+    found = report.markdown(
+        META | {"device": [entry("forward", 3500, a=3400, b=3000), entry("backward", 3500, a=3000, b=3600)]}
+    )
+    assert "| last dim 256 | **3500** / 3400 a | 3500 / 3600 b |" in found.splitlines()
+    assert "(peers: a, b, liger)" in found and "2026-12-01, commit abc" in found
