@@ -6,6 +6,7 @@ is an error, not a skip: a run that tested nothing must not look like one that p
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -57,6 +58,24 @@ def device() -> Iterator[str]:
     yield "cuda"
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def much_memory(device: str) -> Iterator[Callable[[float], None]]:
+    """Skip the test unless so many GB are free on the GPU. Tests that ask take turns, also between processes."""
+    import torch
+
+    def needs(gb: float) -> None:
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 1e9
+        if free < gb:
+            pytest.skip(f"needs {gb:g} GB of device memory, {free:.0f} are free")
+
+    with (Path(tempfile.gettempdir()) / f"tkjit-test-memory-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield needs
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -128,9 +128,9 @@ def some_rows_are_right(
 
 
 @both
-def test_more_elements_than_32_bits_count(name: str, device: str):
+def test_more_elements_than_32_bits_count(name: str, device: str, much_memory: Callable[[float], None]):
     """Last rows that came back as zeros or old memory: a row times a width in 32 bits."""
-    _needs_free(40)
+    much_memory(40)
     ours, theirs = PAIRS[name]
     x = torch.randn(85_457, 50_259, device=device, dtype=torch.float16).requires_grad_()
     g = torch.randn(1, 50_259, device=device, dtype=torch.float16).expand_as(x)
@@ -141,9 +141,9 @@ def test_more_elements_than_32_bits_count(name: str, device: str):
 
 
 @both
-def test_more_rows_than_a_grid_is_high(name: str, device: str):
+def test_more_rows_than_a_grid_is_high(name: str, device: str, much_memory: Callable[[float], None]):
     """1.1e9 rows of 2, with the gradient of a broadcast."""
-    _needs_free(30)
+    much_memory(30)
     ours, theirs = PAIRS[name]
     x = torch.randn(1_100_000_000, 2, device=device, dtype=torch.float16).requires_grad_()
     g = torch.tensor([[1.0, 0.25]], device=device, dtype=torch.float16).expand_as(x)
@@ -153,9 +153,9 @@ def test_more_rows_than_a_grid_is_high(name: str, device: str):
         some_rows_are_right(theirs, x, g, y, dx, rows, scale=0.25)
 
 
-def test_strides_that_reach_beyond_32_bits(device: str):
+def test_strides_that_reach_beyond_32_bits(device: str, much_memory: Callable[[float], None]):
     """Few elements, far apart."""
-    _needs_free(12)
+    much_memory(12)
     memory = torch.full(((1 << 32) + 4096,), math.nan, device=device, dtype=torch.float16)
     for shape, strides in (
         ((3, 1000), (1 << 31, 1)),
@@ -170,13 +170,6 @@ def test_strides_that_reach_beyond_32_bits(device: str):
             judged(name, x, dim, label=f"{shape} by {strides}")
             judged(name, x.clone(), dim, grads=x, label=f"{shape}, gradient by {strides}")
         x.fill_(math.nan)
-
-
-def _needs_free(gb: float) -> None:
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0] / 1e9
-    if free < gb:
-        pytest.skip(f"needs {gb:g} GB of device memory, {free:.0f} are free")
 
 
 # --- Dims and layouts --------------------------------------------------------------------------------------------------
