@@ -416,7 +416,7 @@ def test_first_calls_are_medians_of_fresh_caches(monkeypatch):
 
 def test_a_child_that_dies_is_reported_without_its_paths(monkeypatch):
     with pytest.raises(run.ChildFailed, match=r"^RuntimeError: no such file x\.py$"):
-        run.child(["-c", "raise RuntimeError('no such file /root/x.py')"], "unused")
+        run.child(["-c", "raise RuntimeError('no such file /opt/x.py')"], "unused")
     options = run.parse(["--first-call", "--quick"])
     options.deadline = math.inf
 
@@ -463,7 +463,7 @@ def test_damaged_results_are_refused(tmp_path, damage, says):
 def test_published_text_names_no_folder_of_the_machine(monkeypatch):
     assert report.command(["softmax", "--out", "/tmp/x", "--quick"]) == "python benchmarks/run.py softmax --quick"
     assert report.command(["--out=/tmp/x", "--group", "last dim"]) == "python benchmarks/run.py --group 'last dim'"
-    assert report.without_paths("\n at /root/a/b/c.py: GB/s 1/2 ~/x/y.py\nmore") == "at c.py: GB/s 1/2 y.py"
+    assert report.without_paths("\n at /opt/a/b/c.py: GB/s 1/2 ~/x/y.py\nmore") == "at c.py: GB/s 1/2 y.py"
     assert len(report.without_paths("x" * 500)) == 120
     monkeypatch.setenv("TKJIT_COMMIT", "cafe")
     assert report.commit() == "cafe"
