@@ -2,7 +2,7 @@
  * how torch wants a call to go.
  *
  * Owns what the core takes from torch.  The table gives views and the current
- * stream; outputs come from torch.empty_strided, since a tensor that the
+ * stream; outputs come from torch's own functions, since a tensor that the
  * table's own allocator makes is foreign memory to torch (no record_stream, no
  * storage resize).
  */

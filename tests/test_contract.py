@@ -7,7 +7,6 @@ import gc
 import importlib
 import inspect
 import pkgutil
-import resource
 import sys
 import threading
 import typing
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tkjit
 from judge import answer, as_leaves, assert_same, check, is_float, mapped, upstream
+from memory import resident_kib
 from tkjit import testing
 from tkjit.testing import LAYOUTS, OpCases, Sample, as_layout, as_tuple, assert_close, fence_intact, fenced, poison
 
@@ -753,10 +753,6 @@ def test_many_calls_lose_no_memory_and_no_reference(op: OpCases, device: str):
     x, rest = sample.args[0], sample.args[1:]
     leaf = x.clone().requires_grad_()
 
-    def resident() -> float:
-        gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
     def spin(many: int) -> Any:
         for _ in range(many):
             out = op.public(x, *rest, **sample.kwargs)
@@ -766,7 +762,7 @@ def test_many_calls_lose_no_memory_and_no_reference(op: OpCases, device: str):
 
     spin(5_000)
     torch.cuda.synchronize()
-    references, memory, used = sys.getrefcount(x), resident(), torch.cuda.memory_allocated()
+    references, memory, used = sys.getrefcount(x), resident_kib(), torch.cuda.memory_allocated()
     blocks = sys.getallocatedblocks()
     out, g = spin(100_000)
     torch.cuda.synchronize()
@@ -774,7 +770,8 @@ def test_many_calls_lose_no_memory_and_no_reference(op: OpCases, device: str):
     del out, g
     gc.collect()
     assert sys.getallocatedblocks() - blocks < 1000, "Python objects were lost"
-    assert resident() - memory < 4, f"{resident() - memory:.1f} MB were lost in 110000 calls"
+    grown = resident_kib() - memory
+    assert grown < 4096, f"{grown} KiB were lost in 110000 calls"
     assert torch.cuda.memory_allocated() <= used
 
 

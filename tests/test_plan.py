@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import math
 import random
-import resource
 import subprocess
 import sys
 import threading
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 from engine import ensure, fresh_source, kernel, run
+from memory import resident_kib
 from mutants import mutated
 from tkjit import DeviceError, _core, _plan, _template, cache
 
@@ -520,12 +520,6 @@ def test_threads_that_evict_each_others_plans_do_no_harm() -> None:
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
-
-
-def resident_kib() -> int:
-    gc.collect()
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
 
 
 def test_memory_levels_off_over_10000_distinct_shapes() -> None:

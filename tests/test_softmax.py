@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
 import os
-import resource
 import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from torch import Tensor
 
 import tkjit
 from judge import Answer, answer, as_leaves, assert_same, check, upstream
+from memory import resident_kib
 from tkjit.testing import FLOOR, ROW_VALUES, as_layout, assert_close, fence_intact, fenced, poison, row_values
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -676,18 +674,14 @@ def test_compiles_once_for_all_shapes(name: str, device: str):
 def test_many_shapes_lose_no_memory(name: str, device: str):
     """Plans are bounded in number, and so are the kernels that they need."""
 
-    def resident() -> float:
-        torch.cuda.synchronize()
-        gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
     marks = []
     for widths in (range(1, 3000), range(3000, 9000)):
         for n in widths:
             PAIRS[name][0](torch.empty(2, n, device=device), -1)
         torch.cuda.empty_cache()
-        marks.append(resident())
-    assert marks[1] - marks[0] < 60, f"{marks[1] - marks[0]:.0f} MB more after 6000 more shapes"
+        torch.cuda.synchronize()
+        marks.append(resident_kib())
+    assert marks[1] - marks[0] < 60 * 1024, f"{marks[1] - marks[0]} KiB more after 6000 more shapes"
 
 
 # --- arguments of a wrong kind -----------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ OF_BUILD = ("TKJIT_WERROR", "TKJIT_HOSTILE", "TKJIT_SANITIZE", "TKJIT_COMMIT")
 
 VARIABLES = {
     "TKJIT_CACHE_DIR": "Folders of the kernel cache, separated by colons: the first that can be is written to, the rest are "
-    "only read. "
-    "Default: `$XDG_CACHE_HOME/tkjit`, else `~/.cache/tkjit`.",
+    "only read. Default: `$XDG_CACHE_HOME/tkjit`, else `~/.cache/tkjit`.",
     "TKJIT_CACHE_TRUST": "`1`: use cache folders and entries that belong to, or may be written by, other users. "
     "Whoever can write there can run code on your GPU.",
     "TKJIT_CACHE_MAX_MB": "Size of the cache above which the least recently used entries go. Default: 1024.",

@@ -5,6 +5,7 @@ csrc/templates/parts/{row,columns}.cuh say what the numbers mean. Any op that re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,19 +103,16 @@ class Layout:
 
 
 def count(dims: Sequence[tuple[int, tuple[int, ...]]]) -> int:
-    n = 1
-    for size, _ in dims:
-        n *= size
-    return n
+    return math.prod(size for size, _ in dims)
 
 
 def rows_struct(dims: Sequence[tuple[int, tuple[int, ...]]], n_tensors: int) -> tuple[int, list[Any]]:
     """kDims and the fields of row::Rows: few counts of dims, so that few kernels are compiled."""
-    count = power_of_two(max(len(dims), 1))
-    padded = [(1, (0,) * n_tensors)] * (count - len(dims)) + list(dims)
+    n_dims = power_of_two(max(len(dims), 1))
+    padded = [(1, (0,) * n_tensors)] * (n_dims - len(dims)) + list(dims)
     fields = [i64(size) for size, _ in padded]
     fields += [i64(strides[i]) for i in range(n_tensors) for _, strides in padded]
-    return count, fields
+    return n_dims, fields
 
 
 # --- rows in registers -----------------------------------------------------------------------------------------------

@@ -1,21 +1,14 @@
 """Calls keep no memory: hits, misses, errors of the planner, errors of a plan, and the slow way."""
 
-import os
-import resource
 import sys
 
 import torch
 
+from memory import resident_kib, room_kib
 from tkjit import _core
 
 CALLS = 20_000
-# What is let go stays with AddressSanitizer for a while.
-ROOM_KIB = 4096 if "libasan" in os.environ.get("LD_PRELOAD", "") else 512
-
-
-def resident_kib() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
+ROOM_KIB = room_kib(512)
 
 
 def made(*shape: int) -> tuple:

@@ -1,23 +1,15 @@
 """Kernels keep no memory when they are gone: never compiled, read from the disk, damaged, compiled, failed."""
 
 import gc
-import os
-import resource
 import sys
 import tempfile
 from pathlib import Path
 
 from engine import ensure, entry_path, fresh_source, kernel
+from memory import resident_kib, room_kib
 from tkjit import CompileError
 
-# What is let go stays with AddressSanitizer for a while.
-ROOM_KIB = 4096 if "libasan" in os.environ.get("LD_PRELOAD", "") else 256
-
-
-def resident_kib() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
-
+ROOM_KIB = room_kib(256)
 
 folder = tempfile.mkdtemp()
 source = fresh_source()
@@ -64,7 +56,7 @@ def failed() -> None:
 
 
 ill = []
-for way, count, room_kib in (
+for way, count, room in (
     (never_compiled, 2000, ROOM_KIB),
     (from_disk, 2000, ROOM_KIB),
     (damaged, 2000, ROOM_KIB),
@@ -80,6 +72,6 @@ for way, count, room_kib in (
         way()
     gc.collect()
     blocks, kib = sys.getallocatedblocks() - blocks, resident_kib() - kib
-    if blocks > 64 or kib > room_kib:
+    if blocks > 64 or kib > room:
         ill.append((way.__name__, blocks, kib))
 assert not ill, ill

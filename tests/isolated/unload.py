@@ -1,22 +1,13 @@
 """The module can be dropped and imported again, and its state goes with it."""
 
 import gc
-import os
-import resource
 import sys
 import weakref
 
 import torch
 
 import tkjit._core
-
-# AddressSanitizer keeps what was freed for a while: 200 modules' worth.
-ROOM_KIB = 8192 if "libasan" in os.environ.get("LD_PRELOAD", "") else 2048
-
-
-def resident_kib() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() // 1024
+from memory import resident_kib, room_kib
 
 
 def once() -> weakref.ref:
@@ -40,4 +31,4 @@ for _ in range(200):
     gc.collect(0)
 gc.collect()
 blocks, kib = sys.getallocatedblocks() - blocks, resident_kib() - kib
-assert blocks < 500 and kib < ROOM_KIB, (blocks, kib)
+assert blocks < 500 and kib < room_kib(2048), (blocks, kib)

@@ -159,6 +159,13 @@ def _require_types(name: str, source: Spec, out: Spec) -> None:
         raise RuntimeError(f"softmax: no kernel takes {source.dtype} to {out.dtype}")
 
 
+def _require_alike(dy: Spec | Tensor, y: Spec | Tensor) -> None:
+    if dy.shape != y.shape or dy.dtype != y.dtype:
+        raise RuntimeError(
+            f"softmax_backward: the gradient is {dy.dtype} of {dy.shape}, but the result {y.dtype} of {y.shape}"
+        )
+
+
 def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every kernel and its template arguments that the planners can ask for, with these counts of outer dims."""
     for name, log, d in ((name, log, d) for name in _TYPES for log in (False, True) for d in dims):
@@ -214,10 +221,7 @@ def _backward(dy: Spec, y: Spec, dim: int, log: bool, dtype: str | None = None) 
     """dx of ``dy`` and ``y``; ``dtype`` is dx's, where it isn't y's."""
     dim = canonical(dim, y.ndim)
     require_dtype("softmax_backward", dy.dtype, DTYPES)
-    if dy.shape != y.shape or dy.dtype != y.dtype:
-        raise RuntimeError(
-            f"softmax_backward: the gradient is {dy.dtype} of {dy.shape}, but the result {y.dtype} of {y.shape}"
-        )
+    _require_alike(dy, y)
     dx = empty(y.shape, dtype or y.dtype, y)
     _require_types("bwd", y, dx)
     if y.numel == 0:
@@ -305,10 +309,7 @@ def _fake(x: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
 
 
 def _fake_backward(dy: Tensor, y: Tensor, dim: int, log: bool, dtype: torch.dtype) -> Tensor:
-    if dy.shape != y.shape or dy.dtype != y.dtype:
-        raise RuntimeError(
-            f"softmax_backward: the gradient is {dy.dtype} of {dy.shape}, but the result {y.dtype} of {y.shape}"
-        )
+    _require_alike(dy, y)
     return _fake(y, dim, dtype)
 
 
@@ -379,10 +380,8 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
 
     Same as ``torch.softmax``. Forward and backward are one kernel each; the backward keeps the result only.
     """
-    if (
-        dtype is None and out is None and dim.__class__ is int and not compiling()
-    ):  # the usual call, without another frame
-        return _call(input, dim, False, None)
+    if dtype is None and out is None and dim.__class__ is int and not compiling():
+        return _call(input, dim, False, None)  # the usual call, without another frame
     return _softmax(input, dim, False, dtype, out)
 
 
@@ -392,7 +391,7 @@ def log_softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, 
     Exact at large offsets: adding 1e4 to every ``x`` changes no bit that the input's own rounding has not changed.
     Arguments, result and errors are those of :func:`softmax`. Same as ``torch.log_softmax``.
     """
-    if not compiling() and dtype is None and out is None and dim.__class__ is int:
+    if dtype is None and out is None and dim.__class__ is int and not compiling():
         return _call(input, dim, True, None)
     return _softmax(input, dim, True, dtype, out)
 
