@@ -64,18 +64,17 @@ TK_DEVICE Acc shift_of(Acc m) { return m == -tk::limits<Acc>::inf() ? Acc(0) : m
 // threads, a grid of any multiple of kCluster. x_extent, stages, slot_bytes: see row::Input.
 
 template <class T, class Out, bool kLog, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs, bool kRing,
-          bool kAligned, int kDims>
-__global__ void __launch_bounds__(kTeam * kTeams, 1)
+          int kVec, int kResident, int kDims>
+__global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(Out* y,      // (n_rows, n_cols)
     const T* x,  // (n_rows, n_cols)
     row::Rows<kDims, 2> rows, int64_t n_rows, int n_cols, int64_t x_extent, int stages, int slot_bytes,
     uint64_t* counter)
 {
-    using G = row::Geometry<T, Out, 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kAligned>;
+    using G = row::Geometry<T, Out, 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
     using Op = MaxSum<Acc>;
     constexpr bool kPrecise = sizeof(Out) >= 4;
-    constexpr int kVec = G::kVec;
 
     auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
     const row::Input<G, kDims> in{{x}, {x_extent}, n_rows, n_cols, stages, slot_bytes, counter};
@@ -87,26 +86,24 @@ fwd(Out* y,      // (n_rows, n_cols)
         reader.load(t, -tk::limits<Acc>::inf());
 
         // Relative to the thread's own maximum: one exp an element, and one reduction instead of two.
-        Acc m = -tk::limits<Acc>::inf();
+        auto top = t[0].v[0];
 #pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
-            Acc a[kVec];
-            t[0].v[v].unpack(a);
+        for (int v = 1; v < kVecs; ++v) {
+            top = decltype(top)::max(top, t[0].v[v]);
+        }
+        Acc a[kVec];
+        top.unpack(a);
+        Acc m = a[0];
 #pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                m = tk::fmax(m, a[i]);
-            }
+        for (int i = 1; i < kVec; ++i) {
+            m = tk::fmax(m, a[i]);
         }
         const Acc shift = shift_of(m);
         Acc e[kVecs][kVec];
         Acc s[2] = {};
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-            if constexpr (kLog) {
-                t[0].v[v].template again<1>().unpack(e[v]);
-            } else {
-                t[0].v[v].unpack(e[v]);
-            }
+            t[0].v[v].unpack(e[v]);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
                 const Acc p = tk::exp<kPrecise>(e[v][i] - shift);
@@ -120,10 +117,9 @@ fwd(Out* y,      // (n_rows, n_cols)
 
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
-        row::Writer<G> out(y + (cols ? rows.template offset<0>(r) : 0), cols);
         const Acc scale = kLog ? tk::log(all.s) : Op::rescale(m, all.m) * tk::reciprocal(all.s);
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
+        const row::Writer<G> out{y + (cols ? rows.template offset<0>(r) : 0), cols};
+        out.write([&](int v) {
             Acc o[kVec];
             if constexpr (kLog) {
                 t[0].v[v].again().unpack(o);
@@ -132,26 +128,25 @@ fwd(Out* y,      // (n_rows, n_cols)
             for (int i = 0; i < kVec; ++i) {
                 o[i] = kLog ? (o[i] - all.m) - scale : e[v][i] * scale;
             }
-            out.put(v, tk::Vec<Out, kVec>::pack(o));
-        }
+            return tk::Vec<Out, kVec>::pack(o);
+        });
     }
     reader.end();
 }
 
 template <class T, class Out, bool kLog, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs, bool kRing,
-          bool kAligned, int kDims>
-__global__ void __launch_bounds__(kTeam * kTeams, 1)
+          int kVec, int kResident, int kDims>
+__global__ void __launch_bounds__(kTeam * kTeams, kResident)
 bwd(Out* dx,      // (n_rows, n_cols)
     const T* dy,  // (n_rows, n_cols)
     const T* y,   // (n_rows, n_cols)
     row::Rows<kDims, 3> rows, int64_t n_rows, int n_cols, int64_t dy_extent, int64_t y_extent, int stages,
     int slot_bytes, uint64_t* counter)
 {
-    using G = row::Geometry<T, Out, 2, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kAligned>;
+    using G = row::Geometry<T, Out, 2, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
     using Op = row::Sum<Acc>;
     constexpr bool kPrecise = sizeof(Out) >= 4;
-    constexpr int kVec = G::kVec;
 
     auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
     const row::Input<G, kDims> in{{dy, y}, {dy_extent, y_extent}, n_rows, n_cols, stages, slot_bytes, counter};
@@ -177,9 +172,8 @@ bwd(Out* dx,      // (n_rows, n_cols)
 
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
-        row::Writer<G> out(dx + (cols ? rows.template offset<0>(r) : 0), cols);
-#pragma unroll
-        for (int v = 0; v < kVecs; ++v) {
+        const row::Writer<G> out{dx + (cols ? rows.template offset<0>(r) : 0), cols};
+        out.write([&](int v) {
             Acc a[kVec], b[kVec];
             t[0].v[v].again().unpack(a);
             t[1].v[v].again().unpack(b);
@@ -187,8 +181,8 @@ bwd(Out* dx,      // (n_rows, n_cols)
             for (int i = 0; i < kVec; ++i) {
                 a[i] = kLog ? a[i] - tk::exp<kPrecise>(b[i]) * sum : b[i] * (a[i] - sum);
             }
-            out.put(v, tk::Vec<Out, kVec>::pack(a));
-        }
+            return tk::Vec<Out, kVec>::pack(a);
+        });
     }
     reader.end();
 }
@@ -199,13 +193,15 @@ bwd(Out* dx,      // (n_rows, n_cols)
 // Launch: blocks of kAcross * kDown threads, any grid. The host guarantees: kVec divides n_inner, the strides and the
 // alignment of every tensor.
 
-template <class T, class Out, bool kLog, bool kLoop, int kVec, int kAcross, int kDown, int kRows, bool kPrefetch, int kDims>
-__global__ void __launch_bounds__(kAcross * kDown, sizeof(T) == 4 && kAcross * kDown == 256 ? 2 : 1)
+template <class T, class Out, bool kLog, bool kLoop, int kVec, int kAcross, int kDown, int kRows, int kCluster,
+          bool kPrefetch, int kDims>
+__global__ void __launch_bounds__(kAcross * kDown / kCluster, kCluster > 1 ? (kRows * kVec <= 16 ? 768 : 512) / (kAcross * kDown / kCluster)
+                                                                    : sizeof(T) == 4 && kAcross * kDown == 256 ? 2 : 1)
 fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
          const T* x,  // (n_outer, n_dim, n_inner)
-         columns::Place<columns::Geometry<T, 1, kVec, kAcross, kDown, kRows, kPrefetch>, kDims, 2> at)
+         columns::Place<columns::Geometry<T, 1, kVec, kAcross, kDown, kRows, kCluster, kPrefetch>, kDims, 2> at)
 {
-    using G = columns::Geometry<T, 1, kVec, kAcross, kDown, kRows, kPrefetch>;
+    using G = columns::Geometry<T, 1, kVec, kAcross, kDown, kRows, kCluster, kPrefetch>;
     using Acc = typename G::Acc;
     static_assert(!(kLoop && kPrefetch));
     constexpr bool kPrecise = sizeof(Out) >= 4;
@@ -213,11 +209,13 @@ fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
     auto& shared = tk::shared<columns::Shared<G>>();
     const int64_t steps = kLoop ? (at.n_dim + kRows * kDown - 1) / (kRows * kDown) : 1;
 
-    if constexpr (kPrefetch) {
-        columns::prefetch<0>(shared, x, at, blockIdx.x);
-    }
-    for (int64_t tile = blockIdx.x; tile < at.n_tiles; tile += gridDim.x) {
-        tk::Vec<T, kVec> v[kRows];
+    columns::Reader<G, kDims, 2> reader{shared, at, {x}};
+    reader.begin();
+    columns::Reducer<G> reduce{shared};
+    reduce.begin();
+    for (int64_t tile = G::first_tile(); tile < at.n_tiles; tile += G::tile_step()) {
+        tk::Vec<T, kVec> t[1][kRows];
+        auto& v = t[0];
         Acc m[kVec], s[kVec];
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
@@ -225,14 +223,16 @@ fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
             s[i] = 0;
         }
         auto maxima = [&] {
+            auto top = v[0];
 #pragma unroll
-            for (int k = 0; k < kRows; ++k) {
-                Acc a[kVec];
-                v[k].unpack(a);
+            for (int k = 1; k < kRows; ++k) {
+                top = decltype(top)::max(top, v[k]);
+            }
+            Acc a[kVec];
+            top.unpack(a);
 #pragma unroll
-                for (int i = 0; i < kVec; ++i) {
-                    m[i] = tk::fmax(m[i], a[i]);
-                }
+            for (int i = 0; i < kVec; ++i) {
+                m[i] = tk::fmax(m[i], a[i]);
             }
         };
         // exp(v) relative to the thread's own maxima; kept, where the tile is (kHold), so that there is one exp an element.
@@ -255,13 +255,7 @@ fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
         };
 
         for (int64_t step = 0; step < steps; ++step) {
-            if constexpr (kPrefetch) {
-                tk::copy_wait();  // this thread's copies of the tile
-            }
-            columns::load<0>(v, shared, x, at, tile, step, -kInf);
-            if constexpr (kPrefetch) {
-                columns::prefetch<0>(shared, x, at, tile + gridDim.x);
-            }
+            reader.load(t, tile, step, -kInf);
             Acc old[kVec];
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
@@ -279,20 +273,20 @@ fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
         for (int i = 0; i < kVec; ++i) {
             own[i] = m[i];
         }
-        columns::reduce<G>(m, shared, 0, [](Acc a, Acc b) { return tk::fmax(a, b); });
+        reduce(m, [](Acc a, Acc b) { return tk::fmax(a, b); });
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
             own[i] = MaxSum<Acc>::rescale(own[i], m[i]);
             s[i] *= own[i];
         }
-        columns::reduce<G>(s, shared, 1, [](Acc a, Acc b) { return a + b; });
+        reduce(s, [](Acc a, Acc b) { return a + b; });
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
             s[i] = kLog ? tk::log(s[i]) : tk::reciprocal(s[i]) * (kHold ? own[i] : Acc(1));
         }
         for (int64_t step = 0; step < steps; ++step) {
             if constexpr (kLoop) {
-                columns::load<0>(v, shared, x, at, tile, step, -kInf);
+                reader.load(t, tile, step, -kInf);
             }
             columns::Writer<G, Out, kDims, 2> out(y, at, tile, step);
 #pragma unroll
@@ -313,42 +307,34 @@ fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
             }
         }
     }
+    reduce.end();
 }
 
-template <class T, class Out, bool kLog, bool kLoop, int kVec, int kAcross, int kDown, int kRows, bool kPrefetch, int kDims>
-__global__ void __launch_bounds__(kAcross * kDown, 1)
+template <class T, class Out, bool kLog, bool kLoop, int kVec, int kAcross, int kDown, int kRows, int kCluster,
+          bool kPrefetch, int kDims>
+__global__ void __launch_bounds__(kAcross * kDown / kCluster, kCluster > 1 ? (kRows * kVec * sizeof(T) <= 64 ? 768 : 512) / (kAcross * kDown / kCluster) : 1)
 bwd_cols(Out* dx,      // (n_outer, n_dim, n_inner)
          const T* dy,  // (n_outer, n_dim, n_inner)
          const T* y,   // (n_outer, n_dim, n_inner)
-         columns::Place<columns::Geometry<T, 2, kVec, kAcross, kDown, kRows, kPrefetch>, kDims, 3> at)
+         columns::Place<columns::Geometry<T, 2, kVec, kAcross, kDown, kRows, kCluster, kPrefetch>, kDims, 3> at)
 {
-    using G = columns::Geometry<T, 2, kVec, kAcross, kDown, kRows, kPrefetch>;
+    using G = columns::Geometry<T, 2, kVec, kAcross, kDown, kRows, kCluster, kPrefetch>;
     using Acc = typename G::Acc;
     static_assert(!(kLoop && kPrefetch));
     constexpr bool kPrecise = sizeof(Out) >= 4;
     auto& shared = tk::shared<columns::Shared<G>>();
     const int64_t steps = kLoop ? (at.n_dim + kRows * kDown - 1) / (kRows * kDown) : 1;
 
-    auto ahead = [&](int64_t tile) {
-        columns::prefetch<0>(shared, dy, at, tile);
-        columns::prefetch<1>(shared, y, at, tile);
-    };
-    if constexpr (kPrefetch) {
-        ahead(blockIdx.x);
-    }
-    int set = 0;
-    for (int64_t tile = blockIdx.x; tile < at.n_tiles; tile += gridDim.x) {
-        tk::Vec<T, kVec> g[kRows], v[kRows];
+    columns::Reader<G, kDims, 3> reader{shared, at, {dy, y}};
+    reader.begin();
+    columns::Reducer<G> reduce{shared};
+    reduce.begin();
+    for (int64_t tile = G::first_tile(); tile < at.n_tiles; tile += G::tile_step()) {
+        tk::Vec<T, kVec> t[2][kRows];
+        auto &g = t[0], &v = t[1];
         Acc s[kVec] = {};
         for (int64_t step = 0; step < steps; ++step) {
-            if constexpr (kPrefetch) {
-                tk::copy_wait();  // this thread's copies of the tile
-            }
-            columns::load<0>(g, shared, dy, at, tile, step, Acc(0));
-            columns::load<1>(v, shared, y, at, tile, step, Acc(0));
-            if constexpr (kPrefetch) {
-                ahead(tile + gridDim.x);
-            }
+            reader.load(t, tile, step, Acc(0));
 #pragma unroll
             for (int k = 0; k < kRows; ++k) {
                 Acc a[kVec], b[kVec];
@@ -360,12 +346,10 @@ bwd_cols(Out* dx,      // (n_outer, n_dim, n_inner)
                 }
             }
         }
-        columns::reduce<G>(s, shared, set, [](Acc a, Acc b) { return a + b; });
-        set ^= 1;
+        reduce(s, [](Acc a, Acc b) { return a + b; });
         for (int64_t step = 0; step < steps; ++step) {
             if constexpr (kLoop) {
-                columns::load<0>(g, shared, dy, at, tile, step, Acc(0));
-                columns::load<1>(v, shared, y, at, tile, step, Acc(0));
+                reader.load(t, tile, step, Acc(0));
             }
             columns::Writer<G, Out, kDims, 3> out(dx, at, tile, step);
 #pragma unroll
@@ -381,6 +365,7 @@ bwd_cols(Out* dx,      // (n_outer, n_dim, n_inner)
             }
         }
     }
+    reduce.end();
 }
 
 // ---- any strides, any length: two reads ----------------------------------------------------------------------------
@@ -395,7 +380,7 @@ bwd_cols(Out* dx,      // (n_outer, n_dim, n_inner)
 constexpr int kAhead = 4;
 
 template <int kTeam, class T, class Out>
-using AnyGeometry = row::Geometry<T, Out, 1, kTeam, (kTeam < 256 ? 256 / kTeam : 1), 1, 1, 1, false, false>;
+using AnyGeometry = row::Geometry<T, Out, 1, kTeam, (kTeam < 256 ? 256 / kTeam : 1), 1, 1, 1, false, 1>;
 
 // Calls f(cell, vector) for the cells [lo, hi) of this thread, kAhead of them loaded before the first is used.
 template <int kVec, int kTeam, class T, class F>

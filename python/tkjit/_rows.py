@@ -168,12 +168,48 @@ _MEASURED = {
     ],
 }
 
+# The same for rows off 16 bytes, at 781, 1023, 4097 and 50257 columns. What the ratio lacks to 1 at two bytes forward are
+# instructions: each element is its own in registers, and every second row of an odd width is read and written by halves.
+_MEASURED_UNALIGNED = {
+    (1, 2): [
+        (2048, 32, 2, 1, 0),  # 0.83
+        (4096, 128, 1, 1, 6),  # 0.95
+        (16384, 256, 1, 1, 2),
+        (51200, 128, 1, 8, 5),  # 0.79; clusters of 4 with 256 threads: 0.74
+        (65536, 256, 1, 4, 2),
+        *_MEASURED[1, 2][-2:],
+    ],
+    (1, 4): [
+        (1024, 32, 2, 1, 0),  # 0.97
+        (8192, 256, 1, 1, 3),  # 0.97
+        (16384, 512, 1, 1, 1),
+        (65536, 256, 1, 8, 3),  # 0.93
+        (131072, 512, 1, 8, 1),
+        (262144, 512, 1, 16, 1),
+    ],
+    (2, 2): [
+        (1024, 32, 2, 1, 0),  # 0.92
+        (4096, 128, 1, 1, 6),  # 0.99
+        (8192, 256, 1, 1, 2),
+        (16384, 512, 1, 1, 1),
+        (65536, 128, 1, 8, 4),  # 0.88
+        *_MEASURED[2, 2][-2:],
+    ],
+    (2, 4): [
+        (1024, 64, 4, 1, 0),  # 0.99
+        (4096, 256, 1, 1, 2),  # 1.01
+        (51200, 256, 1, 8, 3),  # 0.97
+        (65536, 512, 1, 8, 1),
+        *_MEASURED[2, 4][-2:],
+    ],
+}
+
 
 @dataclass(frozen=True)
 class RowConfig:
     """How a row of contiguous elements is held: see row::Geometry in parts/row.cuh.
 
-    A function of the row's length and the types alone, so that a row's bits don't depend on the batch.
+    A function of the row's length, the types and whether rows are aligned, so that a row's bits don't depend on the batch.
     """
 
     vec: int
@@ -185,11 +221,19 @@ class RowConfig:
     blocks_per_sm: int = 0
 
     @classmethod
-    def pick(cls, n: int, in_size: int, out_size: int, streams: int, max_cluster: int) -> RowConfig | None:
+    def pick(
+        cls, n: int, in_size: int, out_size: int, streams: int, max_cluster: int, aligned: bool
+    ) -> RowConfig | None:
         """None if the row is longer than a cluster's registers."""
-        vec = 16 // min(in_size, out_size)
+        wide = 16 // min(in_size, out_size)  # elements of a vector of 16 bytes
+        vec = wide if aligned else 2 if in_size == out_size == 2 else 1
 
-        def made(team: int, teams: int, cluster: int, vecs: int, blocks: int) -> RowConfig:
+        def made(team: int, teams: int, cluster: int, blocks: int) -> RowConfig:
+            vecs = ceil_div(n, team * cluster * vec)
+            if team < 32:
+                vecs = power_of_two(vecs)
+            if not aligned:
+                return cls(vec, team, teams, cluster, vecs, vecs, blocks)
             if team == THREADS and vec == 8 and streams == 1 and vecs > 4:
                 vecs = 8  # at 5 to 7 ptxas 13.0 spills float16's log_softmax, at 8 it does not
             # A warp's part of a row is one chunk of up to 4 KB (0.94 of the copy at 128k columns, forward, where chunks of
@@ -197,26 +241,28 @@ class RowConfig:
             chunk = vecs if streams * vecs <= 8 or vecs % 4 or team < 32 else 4
             return cls(vec, team, teams, cluster, vecs, chunk, blocks)
 
-        # Short rows: 4 vectors a thread. 0.97-0.99 of the copy at 256 and 1024 columns.
-        for team in (1, 2, 4, 8, 16, 32):
-            if n <= team * vec * 4 and (in_size == out_size or streams == 1):
-                return made(team, 256 // team, 1, power_of_two(ceil_div(n, team * vec)), 0)
+        # Short rows: 64 bytes a thread. 0.97-0.99 of the copy at 256 and 1024 columns.
+        for team in (1, 2, 4, 8, 16, 32) if aligned else (1, 2, 4, 8, 16):
+            if n <= team * wide * 4 and (in_size == out_size or streams == 1):
+                return made(team, 256 // team, 1, 0)
         if streams == 1 or in_size == out_size:
-            for columns, team, teams, cluster, blocks in _MEASURED.get((streams, min(in_size, out_size)), ()):
+            measured = _MEASURED if aligned else _MEASURED_UNALIGNED
+            size = min(in_size, out_size) if aligned else max(in_size, out_size)
+            for columns, team, teams, cluster, blocks in measured.get((streams, size), ()):
                 if n <= columns and cluster <= max_cluster:
-                    return made(team, teams, cluster, ceil_div(n, team * cluster * vec), blocks)
+                    return made(team, teams, cluster, blocks)
         # What was not measured by length: 64 registers of a thread for the row.
         most = {(1, 2): 8, (1, 4): 16, (1, 8): 8, (2, 2): 8, (2, 4): 8, (2, 8): 4}[streams, in_size]
         if in_size != out_size:
             most = 8 if streams == 1 else 2
+        if not aligned:
+            wide, most = vec, {(1, 4): 32, (1, 8): 16, (2, 8): 8}.get((streams, max(in_size, out_size)), 24 // streams)
         for team in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            vecs = ceil_div(n, team * vec)
-            if vecs <= min(most, 4):
-                return made(team, 256 // team, 1, vecs if team >= 32 else power_of_two(vecs), 0)
+            if n <= team * wide * min(most, 4 if aligned else 16):
+                return made(team, 256 // team, 1, 0)
         for cluster in (1, 2, 4, 8, 16):
-            vecs = ceil_div(n, cluster * THREADS * vec)
-            if vecs <= most and cluster <= max_cluster:
-                return made(THREADS, 1, cluster, vecs, 1)
+            if n <= cluster * THREADS * wide * most and cluster <= max_cluster:
+                return made(THREADS, 1, cluster, 1)
         return None
 
     @property
@@ -272,22 +318,23 @@ class RowKernel:
 
     cfg: RowConfig
     ring: RingConfig | None
-    aligned: bool
 
     @classmethod
     def pick(cls, layout: Layout, device: Device) -> RowKernel | None:
         out, *inputs = layout.tensors
-        cfg = RowConfig.pick(layout.n, inputs[0].itemsize, out.itemsize, len(inputs), device.max_cluster)
+        sizes = inputs[0].itemsize, out.itemsize
+        aligned = layout.aligned(16 // min(sizes))
+        cfg = RowConfig.pick(layout.n, *sizes, len(inputs), device.max_cluster, aligned)
         if cfg is None:
             return None
-        aligned = layout.aligned(cfg.vec)
-        return cls(cfg, RingConfig.pick(cfg, layout, len(inputs), device, aligned), aligned)
+        return cls(cfg, RingConfig.pick(cfg, layout, len(inputs), device, aligned))
 
     def params(self, dtype: str, out_dtype: str, log: bool, dims: int) -> dict[str, Any]:
         c = self.cfg
         return dict(
             T=dtype, Out=out_dtype, kLog=log, kTeam=c.team, kTeams=c.teams, kCluster=c.cluster, kVecs=c.vecs,
-            kChunkVecs=c.chunk_vecs, kRing=self.ring is not None, kAligned=self.aligned, kDims=dims,
+            kChunkVecs=c.chunk_vecs, kRing=self.ring is not None, kVec=c.vec, kResident=max(c.blocks_per_sm, 1),
+            kDims=dims,
         )  # fmt: skip
 
 
@@ -304,6 +351,8 @@ class ColumnConfig:
     rows: int
     loop: bool
     prefetch: bool
+    cluster: int = 1
+    blocks_per_sm: int = 0  # that live at once and take tile after tile; 0: a block a tile
 
     @classmethod
     def pick(cls, layout: Layout, device: Device) -> ColumnConfig | None:
@@ -345,20 +394,25 @@ class ColumnConfig:
         prefetch = not loop and size == 2 and vec * size >= 4 and rows * across * down >= 4096
         # Finding the next tile among many outer dims takes more registers than there are.
         prefetch = prefetch and device.smem_block >= 160 << 10 and len(layout.outer + layout.inner) <= 3
-        return cls(vec, across, down, rows, loop, prefetch)
+        return cls(vec, across, down, rows, loop, prefetch, 1, 1 if prefetch else 0)
 
     def params(self, dtype: str, out_dtype: str, log: bool, dims: int) -> dict[str, Any]:
         return dict(
             T=dtype, Out=out_dtype, kLog=log, kLoop=self.loop, kVec=self.vec, kAcross=self.across, kDown=self.down,
-            kRows=self.rows, kPrefetch=self.prefetch, kDims=dims,
+            kRows=self.rows, kCluster=self.cluster, kPrefetch=self.prefetch, kDims=dims,
         )  # fmt: skip
 
     def shared_bytes(self, size: int, streams: int) -> int:
         """sizeof(columns::Shared), or a little more."""
-        threads, cols = self.across * self.down, self.across * self.vec
-        groups = max(threads // max(self.across, 32), 1)
-        ahead = streams * self.rows * threads * self.vec * size if self.prefetch else 4 * threads
-        return (groups + 2) * cols * max(size, 4) + ahead + 16
+        cols = self.across * self.vec
+        groups = max(self.threads // max(self.across, 32), 1)
+        ahead = streams * self.rows * self.threads * self.vec * size if self.prefetch else 4 * self.threads
+        return (groups + 2 * self.cluster) * cols * max(size, 4) + ahead + 256
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return self.across * self.down // self.cluster
 
 
 # --- two reads -------------------------------------------------------------------------------------------------------

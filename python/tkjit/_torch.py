@@ -160,7 +160,7 @@ def write_into(
     if out.dtype != dtype:
         raise RuntimeError(f"{name}(): Expected out tensor to have dtype {dtype}, but got {out.dtype} instead")
     if out.device != source.device:
-        raise RuntimeError(f"{name}(): Expected out tensor on {source.device}, but got {out.device} instead")
+        raise RuntimeError(f"{name}(): Expected out tensor on device {source.device}, but got {out.device} instead")
     if out.shape != source.shape:
         if out.numel() > 0:
             warnings.warn(

@@ -1,20 +1,21 @@
 // The column reduction: reduce a dim that has a contiguous dim inside it, (outer, dim, inner), without turning it round.
 //
-// A block takes a tile: kAcross vectors of kVec columns (elements of the inner dim) times the whole reduced dim, kDown
-// threads to a column, kRows vectors a thread, in registers. With kPrefetch the next tile is on its way to shared memory
+// A block, or a cluster of kCluster blocks, takes a tile: kAcross vectors of kVec columns (elements of the inner dim) times
+// the whole reduced dim, kDown threads to a column, kRows vectors a thread, in registers. With kPrefetch the next tile is on its way to shared memory
 // while this one is reduced and written: each thread copies what it will itself read, so there is no barrier for it.
 #pragma once
 #include "parts/row.cuh"
 
 namespace columns {
 
-template <class T_, int kStreams_, int kVec_, int kAcross_, int kDown_, int kRows_, bool kPrefetch_>
+template <class T_, int kStreams_, int kVec_, int kAcross_, int kDown_, int kRows_, int kCluster_, bool kPrefetch_>
 struct Geometry {
     using T = T_;
     using Acc = tk::accumulator_t<T>;
     static constexpr int kStreams = kStreams_, kVec = kVec_, kAcross = kAcross_, kDown = kDown_, kRows = kRows_;
+    static constexpr int kCluster = kCluster_;
     static constexpr bool kPrefetch = kPrefetch_;
-    static constexpr int kThreads = kAcross * kDown;
+    static constexpr int kThreads = kAcross * kDown / kCluster;  // of a block
     static constexpr int kCols = kAcross * kVec;
     static constexpr int kBytes = kVec * sizeof(T);
     static constexpr int kGroup = kAcross < 32 ? 32 : kAcross;  // threads whose values meet by shuffles, or don't
@@ -23,15 +24,19 @@ struct Geometry {
     static_assert(!kPrefetch || kBytes >= 4, "the asynchronous copy has no 2-byte form");
 
     TK_DEVICE static int across() { return int(threadIdx.x) % kAcross; }
-    TK_DEVICE static int down() { return int(threadIdx.x) / kAcross; }
+    TK_DEVICE static int rank() { return kCluster > 1 ? tk::cluster_rank() : 0; }
+    TK_DEVICE static int down() { return (rank() * kThreads + int(threadIdx.x)) / kAcross; }
+    TK_DEVICE static int64_t first_tile() { return blockIdx.x / kCluster; }
+    TK_DEVICE static int64_t tile_step() { return gridDim.x / kCluster; }
     TK_DEVICE static int64_t row(int64_t step, int k) { return (step * kRows + k) * kDown + down(); }
 };
 
 template <class G>
 struct Shared {
+    tk::Barrier gathered[2];  // the values of all blocks of the cluster are there
     typename G::Acc partial[G::kGroups][G::kCols];
-    typename G::Acc total[2][G::kCols];
-    tk::Words<G::kPrefetch ? G::kBytes : 4> ahead[G::kPrefetch ? G::kStreams * G::kRows : 1][G::kThreads];
+    typename G::Acc total[2][G::kCluster][G::kCols];
+    alignas(128) tk::Words<G::kPrefetch ? G::kBytes : 4> ahead[G::kPrefetch ? G::kStreams * G::kRows : 1][G::kThreads];
 };
 
 // Where a tile lies. Tile t: inner tile t % n_across of outer index t / n_across.
@@ -52,81 +57,192 @@ struct Place {
     TK_DEVICE int64_t offset(int64_t tile) const { return outer.template offset<kTensor>(tile / n_across) + inner(tile); }
 };
 
-// Starts the copies of a tile that this thread will take, of stream kStream (tensor kStream + 1).
-template <int kStream, class G, int kDims, int kTensors>
-TK_DEVICE void prefetch(Shared<G>& shared, const typename G::T* x, const Place<G, kDims, kTensors>& at, int64_t tile)
-{
-    if (tile >= at.n_tiles || at.inner(tile) >= at.n_inner) {
-        return;
-    }
-    const int64_t stride = at.dim_stride[kStream + 1];
-    const typename G::T* p = x + at.template offset<kStream + 1>(tile) + G::row(0, 0) * stride;
+// Brings tiles into registers, one after another.
+//
+// With kPrefetch the tile after it is fetched meanwhile, in kChunks groups of rows: as soon as a thread has a group in
+// registers it starts the copies of the next tile's, so that bytes are under way at any time.
+template <class G, int kDims, int kTensors>
+struct Reader {
+    using T = typename G::T;
+    static constexpr int kChunks = G::kRows < 4 ? G::kRows : 4;
+    static constexpr int kChunkRows = G::kRows / kChunks;
+    static_assert(G::kRows % kChunks == 0);
+
+    Shared<G>& shared;
+    const Place<G, kDims, kTensors>& at;
+    const T* x[G::kStreams];
+
+    // Starts the copies of the first tile.
+    TK_DEVICE void begin()
+    {
+        if constexpr (G::kPrefetch) {
+            const Rows next = rows(G::first_tile(), 0);
 #pragma unroll
-    for (int k = 0; k < G::kRows; ++k, p += G::kDown * stride) {
-        if (G::row(0, k) < at.n_dim) {
-            tk::copy_async<G::kBytes>(&shared.ahead[kStream * G::kRows + k][threadIdx.x], p);
+            for (int c = 0; c < kChunks; ++c) {
+                fetch(next, c);
+            }
         }
     }
-}
 
-// This thread's vectors of a tile, rows from step * kRows * kDown on; outside of the tensor, `fill`. With kPrefetch the
-// copies were started by prefetch() and waited for.
-template <int kStream, class G, int kDims, int kTensors>
-TK_DEVICE void load(tk::Vec<typename G::T, G::kVec> (&v)[G::kRows], Shared<G>& shared, const typename G::T* x,
-                    const Place<G, kDims, kTensors>& at, int64_t tile, int64_t step, typename G::Acc fill)
-{
-    const auto filler = tk::Vec<typename G::T, G::kVec>::filled(fill);
-    const int left = at.left(tile, step);
-    const int64_t stride = at.dim_stride[kStream + 1];
-    const typename G::T* p = x + (left > 0 ? at.template offset<kStream + 1>(tile) + G::row(step, 0) * stride : 0);
+    // This thread's vectors of a tile, rows from step * kRows * kDown on; outside of the tensor, `fill`. Tiles come in the
+    // order of the grid's steps.
+    TK_DEVICE void load(tk::Vec<T, G::kVec> (&v)[G::kStreams][G::kRows], int64_t tile, int64_t step, typename G::Acc fill)
+    {
+        const auto filler = tk::Vec<T, G::kVec>::filled(fill);
+        const int left = at.left(tile, step);
+        const Rows from = rows(G::kPrefetch ? tile + G::tile_step() : tile, step);
 #pragma unroll
-    for (int k = 0; k < G::kRows; ++k, p += G::kDown * stride) {
-        v[k] = filler;
-        if (k * G::kDown < left) {
+        for (int c = 0; c < kChunks; ++c) {
             if constexpr (G::kPrefetch) {
-                v[k].raw = tk::load_shared<G::kBytes>(&shared.ahead[kStream * G::kRows + k][threadIdx.x]);
-            } else {
-                v[k].raw = tk::load_global<G::kBytes>(p);
+                tk::copy_wait<kChunks - 1>();  // this thread's copies of the group
+            }
+#pragma unroll
+            for (int k = c * kChunkRows; k < (c + 1) * kChunkRows; ++k) {
+#pragma unroll
+                for (int s = 0; s < G::kStreams; ++s) {
+                    v[s][k] = filler;
+                    if (k * G::kDown < left) {
+                        if constexpr (G::kPrefetch) {
+                            v[s][k].raw = tk::load_shared<G::kBytes>(&shared.ahead[s * G::kRows + k][threadIdx.x]);
+                        } else {
+                            v[s][k].raw = tk::load_global<G::kBytes>(from.first[s] + k * from.stride[s]);
+                        }
+                    }
+                }
+            }
+            if constexpr (G::kPrefetch) {
+                fetch(from, c);
             }
         }
     }
-}
 
-// Reduces kVec values a thread over the threads of their columns, in a fixed order; all get the result. `set` is 0 or 1,
-// in turn: so the two barriers of one reduction also keep its results apart from the next one's.
-template <class G, class Op>
-TK_DEVICE void reduce(typename G::Acc (&v)[G::kVec], Shared<G>& shared, int set, Op op)
-{
-    const int first = G::across() * G::kVec;
+    // Where this thread's rows of a tile lie; `left` as Place has it, 0 past the last tile.
+    struct Rows {
+        const T* first[G::kStreams];
+        int64_t stride[G::kStreams];  // of two rows of this thread
+        int left;
+    };
+    TK_DEVICE Rows rows(int64_t tile, int64_t step) const
+    {
+        Rows r;
+        r.left = tile < at.n_tiles ? at.left(tile, step) : 0;
+        set<0>(r, tile, step);
+        if constexpr (G::kStreams > 1) {
+            set<1>(r, tile, step);
+        }
+        return r;
+    }
+    template <int kStream>
+    TK_DEVICE void set(Rows& r, int64_t tile, int64_t step) const
+    {
+        const int64_t stride = at.dim_stride[kStream + 1];
+        r.first[kStream] =
+            x[kStream] + (r.left > 0 ? at.template offset<kStream + 1>(tile) + G::row(step, 0) * stride : 0);
+        r.stride[kStream] = G::kDown * stride;
+    }
+
+    // Starts the copies of group c.
+    TK_DEVICE void fetch(const Rows& next, int c)
+    {
 #pragma unroll
-    for (int i = 0; i < G::kVec; ++i) {
+        for (int k = c * kChunkRows; k < (c + 1) * kChunkRows; ++k) {
 #pragma unroll
-        for (int o = 16; o >= G::kAcross; o /= 2) {
-            v[i] = op(v[i], tk::shuffle_xor(v[i], o));
+            for (int s = 0; s < G::kStreams; ++s) {
+                if (k * G::kDown < next.left) {
+                    tk::copy_async<G::kBytes>(&shared.ahead[s * G::kRows + k][threadIdx.x],
+                                              next.first[s] + k * next.stride[s]);
+                }
+            }
+        }
+        tk::copy_commit();
+    }
+};
+
+// Reduces kVec values a thread over the threads of their columns, in a fixed order; all get the result.
+template <class G>
+struct Reducer {
+    using Acc = typename G::Acc;
+    Shared<G>& shared;
+    int turn = 0;  // two sets of results in turn, so that one reduction's are read before they are written again
+
+    // Before the first reduction, by the whole cluster.
+    TK_DEVICE void begin()
+    {
+        if constexpr (G::kCluster > 1) {
+            if (threadIdx.x == 0) {
+                tk::init(shared.gathered[0], 1);
+                tk::init(shared.gathered[1], 1);
+                tk::fence_barrier_init();
+            }
+            tk::sync_cluster();  // the barriers are initialized before a neighbour uses them
         }
     }
-    if constexpr (G::kGroups > 1) {
-        if (threadIdx.x % G::kGroup < G::kAcross) {
-#pragma unroll
-            for (int i = 0; i < G::kVec; ++i) {
-                shared.partial[threadIdx.x / G::kGroup][first + i] = v[i];
-            }
+    // After the last: no block's shared memory goes away while a neighbour's values are on their way to it.
+    TK_DEVICE void end()
+    {
+        if constexpr (G::kCluster > 1) {
+            tk::sync_cluster();
         }
-        tk::sync_block();  // the partial values are written
-        for (int c = threadIdx.x; c < G::kCols; c += G::kThreads) {
-            typename G::Acc all = shared.partial[0][c];
-            for (int g = 1; g < G::kGroups; ++g) {
-                all = op(all, shared.partial[g][c]);
-            }
-            shared.total[set][c] = all;
-        }
-        tk::sync_block();  // the totals are written, the partial values are read
+    }
+
+    template <class Op>
+    TK_DEVICE void operator()(Acc (&v)[G::kVec], Op op)
+    {
+        const int first = G::across() * G::kVec;
 #pragma unroll
         for (int i = 0; i < G::kVec; ++i) {
-            v[i] = shared.total[set][first + i];
+#pragma unroll
+            for (int o = 16; o >= G::kAcross; o /= 2) {
+                v[i] = op(v[i], tk::shuffle_xor(v[i], o));
+            }
+        }
+        if constexpr (G::kGroups * G::kCluster > 1) {
+            if (threadIdx.x % G::kGroup < G::kAcross) {
+#pragma unroll
+                for (int i = 0; i < G::kVec; ++i) {
+                    shared.partial[threadIdx.x / G::kGroup][first + i] = v[i];
+                }
+            }
+            tk::sync_block();  // the partial values are written
+            auto& total = shared.total[turn & 1];
+            tk::Barrier& gathered = shared.gathered[turn & 1];
+            if (G::kCluster > 1 && threadIdx.x == 0) {
+                tk::arrive_expect(gathered, int(sizeof(total)));
+            }
+            for (int c = threadIdx.x; c < G::kCols; c += G::kThreads) {
+                Acc all = shared.partial[0][c];
+#pragma unroll
+                for (int g = 1; g < G::kGroups; ++g) {
+                    all = op(all, shared.partial[g][c]);
+                }
+                if constexpr (G::kCluster == 1) {
+                    total[0][c] = all;
+                } else {
+                    tk::Words<sizeof(Acc)> words;
+                    memcpy(&words, &all, sizeof(Acc));
+#pragma unroll
+                    for (int r = 0; r < G::kCluster; ++r) {
+                        tk::store_peer(&total[G::rank()][c], words, gathered, r);
+                    }
+                }
+            }
+            if constexpr (G::kCluster == 1) {
+                tk::sync_block();  // the totals are written, the partial values are read
+            } else {
+                tk::wait_cluster(gathered, (turn >> 1) & 1);  // all blocks' totals are here, so this block's are read
+            }
+#pragma unroll
+            for (int i = 0; i < G::kVec; ++i) {
+                v[i] = total[0][first + i];
+#pragma unroll
+                for (int r = 1; r < G::kCluster; ++r) {
+                    v[i] = op(v[i], total[r][first + i]);
+                }
+            }
+            ++turn;
         }
     }
-}
+};
 
 // Writes this thread's vectors of the output (tensor 0), from row step * kRows * kDown on, one after another.
 template <class G, class Out, int kDims, int kTensors>

@@ -13,12 +13,11 @@
 // Which block takes which row. Tiles of kTeams rows are dealt out in turn; or, given a counter, the third tile of a block
 // and all later ones are drawn from it (kDraws), so that no block has a row to do when the others are done.
 //
-// Any alignment. kAligned: the host guarantees that rows start on 16 bytes in every tensor, n_cols is a multiple of kVec;
-// a thread's vector is kVec columns side by side. Otherwise an element alignment is enough: the ring is filled with the
-// 16-byte granules that hold the elements, never reaching outside the tensor, and element i of a vector is the i-th of
-// the columns that the lanes take one by one. So neighbour lanes always touch neighbour elements, in shared memory without
-// a bank conflict and in global memory in whole lines; putting 16 bytes together from two granules took three times the
-// instructions.
+// Any alignment. With vectors of 16 bytes (kAligned) the host guarantees that rows start on 16 bytes in every tensor and
+// n_cols is a multiple of kVec. Otherwise an element alignment is enough: a vector is one element, or a *pair* of two-byte
+// ones, which is a word in memory where its row starts on 4 bytes, and two halves where not. So neighbour lanes always touch
+// neighbour words, in shared memory without a bank conflict and in global memory in whole lines. The ring is filled with
+// the 16-byte granules that hold the elements, never reaching outside the tensor.
 //
 // In place: an output that is exactly its row's input may be written, since a row is in registers before it is written.
 #pragma once
@@ -48,15 +47,16 @@ struct Rows {
 };
 
 template <class T_, class Out_, int kStreams_, int kTeam_, int kTeams_, int kCluster_, int kVecs_, int kChunkVecs_,
-          bool kRing_, bool kAligned_>
+          bool kRing_, int kVec_>
 struct Geometry {
     using T = T_;
     using Out = Out_;
     static constexpr int kStreams = kStreams_, kTeam = kTeam_, kTeams = kTeams_, kCluster = kCluster_;
-    static constexpr int kVecs = kVecs_, kChunkVecs = kChunkVecs_;
-    static constexpr bool kRing = kRing_, kAligned = kAligned_;
+    static constexpr int kVecs = kVecs_, kChunkVecs = kChunkVecs_, kVec = kVec_;
+    static constexpr bool kRing = kRing_;
+    static constexpr bool kAligned = kVec * (sizeof(T) < sizeof(Out) ? sizeof(T) : sizeof(Out)) == 16;
+    static constexpr bool kPairs = !kAligned && kVec == 2;
 
-    static constexpr int kVec = 16 / (sizeof(T) < sizeof(Out) ? sizeof(T) : sizeof(Out));
     static constexpr int kLanes = kTeam < 32 ? kTeam : 32;      // of a team in one warp
     static constexpr int kWarps = kTeam / kLanes;               // of a team
     static constexpr int kThreads = kTeam * kTeams;             // of the block
@@ -66,6 +66,7 @@ struct Geometry {
     static constexpr int kMaxStages = 16;
 
     static_assert((kTeam & (kTeam - 1)) == 0 && kThreads % 32 == 0 && kVecs % kChunkVecs == 0);
+    static_assert(kAligned || kVec == 1 || (kPairs && sizeof(T) == 2 && sizeof(Out) == 2));
     static_assert(kTeams == 1 || kCluster == 1);
     static_assert(kTeam >= 32 || kChunks == 1, "a chunk is a piece of one row, or whole rows");
     static_assert(kTeams == 1 || kTeam <= 32 || kTeams <= 15, "a team of several warps has its own named barrier");
@@ -77,10 +78,15 @@ struct Geometry {
     // The warp's first column, and this thread's. Its vector k lies k * kStep behind: a constant, so that one address
     // serves all vectors of a row.
     TK_DEVICE static int warp_col() { return (part() * kWarps + rank() / kLanes) * kLanes * kVecs * kVec; }
-    TK_DEVICE static int lane_col() { return rank() % kLanes * (kAligned ? kVec : 1); }
+    TK_DEVICE static int lane_col() { return rank() % kLanes * kVec; }
     TK_DEVICE static int first_col() { return warp_col() + lane_col(); }
     static constexpr int kStep = kLanes * kVec;
-    static constexpr int kElementStep = kAligned ? 1 : kLanes;  // from one element of a vector to the next
+
+    // Whether the warp's part of a row of n_cols is there but for its last vectors: those before them need no look at the
+    // row's end.
+    TK_DEVICE static bool full(int n_cols) { return n_cols - warp_col() >= (kVecs - 1) * kStep; }
+    // Whether the pairs of a row that starts at p are words.
+    TK_DEVICE static bool whole(const void* p) { return (uintptr_t(p) & 3) == 0; }
 
     // Tiles of kTeams rows, for the blocks (clusters) of a grid of any size.
     static constexpr bool kDraws = kRing && kTeams == 1 && kWarps > 1;
@@ -134,7 +140,7 @@ struct Input {
 template <class T>
 TK_DEVICE void copy_edge(char* to, uintptr_t from, uintptr_t lo, uintptr_t hi)
 {
-#pragma unroll
+#pragma unroll 1  // rarely run: short rather than fast
     for (int i = 0; i < 16 / int(sizeof(T)); ++i) {
         const uintptr_t p = from + i * sizeof(T);
         reinterpret_cast<T*>(to)[i] = p >= lo && p < hi ? *reinterpret_cast<const T*>(p) : T{};
@@ -165,58 +171,38 @@ TK_DEVICE int copy_span(char* to, uintptr_t begin, uintptr_t end, uintptr_t lo, 
     return int(e - b);
 }
 
-// Vector k of a row's columns that are this thread's; the first of them is at `mine` in global memory, and `left` columns
-// of the row are not before it. Elements past the row's end are those of `fill`. has_columns: the row has any.
-template <class G>
-TK_DEVICE tk::Vec<typename G::T, G::kVec> load_row(const typename G::T* mine, int k, int left, bool has_columns,
-                                                   const tk::Vec<typename G::T, G::kVec>& fill)
+// kBytes from the ring's copy (kShared), or from the tensor.
+template <bool kShared, int kBytes>
+TK_DEVICE tk::Words<kBytes> load_bytes(const char* p)
 {
-    using T = typename G::T;
-    tk::Vec<T, G::kVec> v = fill;
-    if constexpr (G::kAligned) {
-        if (k * G::kStep < left) {
-            v.raw = tk::load_global<tk::Vec<T, G::kVec>::kBytes, tk::kReadOnce>(mine + k * G::kStep);
-        }
-    } else if (has_columns) {
-        // Every element is loaded, past the end the row's last one: with a branch for each the compiler spills.
-#pragma unroll
-        for (int i = 0; i < G::kVec; ++i) {
-            const int c = k * G::kStep + i * G::kElementStep;
-            const auto e = tk::load_global<int(sizeof(T))>(mine + tk::min(c, left - 1));
-            v.set_element(i, c < left ? e : fill.element(i));
-        }
+    if constexpr (kShared) {
+        return tk::load_shared<kBytes>(p);
+    } else {
+        return tk::load_global<kBytes, tk::kReadOnce>(p);
     }
-    return v;
 }
 
-// The same, from the ring's copy; `mine` is vector k's place there.
-template <class G>
-TK_DEVICE tk::Vec<typename G::T, G::kVec> load_ring(const char* mine, int k, int left,
-                                                    const tk::Vec<typename G::T, G::kVec>& fill)
+// The vector at p, of which `left` columns lie within the row; the others are those of `fill`. kFull: all do. kWhole: a
+// single access brings it.
+template <class G, bool kShared, bool kFull, bool kWhole>
+TK_DEVICE tk::Vec<typename G::T, G::kVec> load_vec(const char* p, int left, const tk::Vec<typename G::T, G::kVec>& fill)
 {
-    using T = typename G::T;
-    tk::Vec<T, G::kVec> v = fill;
-    const int first = k * G::kStep, last = first + (G::kVec - 1) * G::kElementStep;
-    if constexpr (G::kAligned) {
-        if (first < left) {
-            v.raw = tk::load_shared<tk::Vec<T, G::kVec>::kBytes>(mine);
-        }
-        return v;
-    }
-    if (last < left) {
-#pragma unroll
-        for (int i = 0; i < G::kVec; ++i) {
-            v.set_element(i, tk::load_shared<int(sizeof(T))>(mine + i * G::kElementStep * int(sizeof(T))));
+    tk::Vec<typename G::T, G::kVec> v = fill;
+    if constexpr (kWhole) {
+        if (kFull || left > 0) {
+            v.raw = load_bytes<kShared, tk::Vec<typename G::T, G::kVec>::kBytes>(p);
         }
     } else {
-#pragma unroll
-        for (int i = 0; i < G::kVec; ++i) {
-            if (first + i * G::kElementStep < left) {
-                v.set_element(i, tk::load_shared<int(sizeof(T))>(mine + i * G::kElementStep * int(sizeof(T))));
-            }
+        uint32_t lo = fill.raw.w[0] & 0xffff, hi = lo;
+        if (kFull || left > 0) {
+            lo = load_bytes<kShared, 2>(p).w[0];
         }
+        if (kFull || left > 1) {
+            hi = load_bytes<kShared, 2>(p + 2).w[0];
+        }
+        v.raw.w[0] = lo | hi << 16;
     }
-    return v.again();  // packed: without it the compiler would keep each element in a register of its own
+    return v;
 }
 
 // One row's part in the registers of its team.
@@ -308,22 +294,36 @@ struct Reader {
         }
         // The warp's first row of the tile, and how many of its rows there are.
         const int64_t r0 = next_tile * G::kTeams + (G::kTeams > 1 ? warp() * 32 / G::kTeam : 0);
-        const int n = int(tk::max<int64_t>(0, tk::min<int64_t>(G::kWarpRows, in.n_rows - r0)));
         const int c0 = G::warp_col() + next_chunk * G::kChunkCols;
-        const int c1 = G::kWarpRows > 1 ? in.n_cols : tk::min(c0 + G::kChunkCols, in.n_cols);
-        int bytes = 0;
-        if (n > 0 && c0 < c1) {
-            bytes = fetch_stream<0>(r0, n, c0, c1);
-            if constexpr (G::kStreams > 1) {
-                bytes += fetch_stream<1>(r0, n, c0, c1);
+        if constexpr (G::kWarpRows == 1) {
+            // A copy a stream, by lane 0.
+            if (tk::lane() == 0) {
+                int bytes = 0;
+                if (r0 < in.n_rows && c0 < in.n_cols) {
+                    const int c1 = tk::min(c0 + G::kChunkCols, in.n_cols);
+                    bytes = copy<0>(slot(0), r0, 1, c0, c1);
+                    if constexpr (G::kStreams > 1) {
+                        bytes += copy<1>(slot(1), r0, 1, c0, c1);
+                    }
+                }
+                tk::arrive_expect(shared.full[warp()][stage], bytes);
             }
-        }
-        bytes = tk::sum_lanes(bytes);
-        if constexpr (!G::kAligned) {
-            tk::sync_warp();  // the elements that other lanes copied by hand come before lane 0's arrival
-        }
-        if (tk::lane() == 0) {
-            tk::arrive_expect(shared.full[warp()][stage], bytes);
+        } else {
+            const int n = int(tk::max<int64_t>(0, tk::min<int64_t>(G::kWarpRows, in.n_rows - r0)));
+            int bytes = 0;
+            if (n > 0) {
+                bytes = fetch_rows<0>(r0, n);
+                if constexpr (G::kStreams > 1) {
+                    bytes += fetch_rows<1>(r0, n);
+                }
+            }
+            bytes = tk::sum_lanes(bytes);
+            if constexpr (!G::kAligned) {
+                tk::sync_warp();  // the elements that other lanes copied by hand come before lane 0's arrival
+            }
+            if (tk::lane() == 0) {
+                tk::arrive_expect(shared.full[warp()][stage], bytes);
+            }
         }
         if (++next_chunk == G::kChunks) {
             next_chunk = 0;
@@ -331,21 +331,27 @@ struct Reader {
         }
     }
 
-    // One lane's share of stream kStream's copies: columns [c0, c1) of the rows [r0, r0 + n). Returns the counted bytes.
+    // One lane's share of stream kStream's copies of the rows [r0, r0 + n). Returns the counted bytes.
     template <int kStream>
-    TK_DEVICE int fetch_stream(int64_t r0, int n, int c0, int c1)
+    TK_DEVICE int fetch_rows(int64_t r0, int n)
     {
-        const bool together = G::kWarpRows > 1 && in.together(rows);
-        const int copies = G::kWarpRows == 1 || together ? 1 : n;
+        const bool together = in.together(rows);
+        const int copies = together ? 1 : n;
         const int i = copies == 1 ? tk::lane() - kStream : tk::lane();  // a single copy: each stream has its own lane
         if (i < 0 || i >= copies) {
             return 0;
         }
+        return copy<kStream>(slot(kStream) + i * in.pitch(), r0 + i, together ? n : 1, 0, in.n_cols);
+    }
+
+    // Starts the copy of columns [c0, c1) of row r, or, if n > 1, of n whole rows that lie back to back.
+    template <int kStream>
+    TK_DEVICE int copy(char* to, int64_t r, int n, int c0, int c1)
+    {
         const uintptr_t lo = uintptr_t(in.base[kStream]), hi = lo + in.extent[kStream] * sizeof(T);
-        const uintptr_t row = lo + rows.template offset<kStream + 1>(r0 + i) * sizeof(T);
-        const uintptr_t begin = row + c0 * sizeof(T);
-        const uintptr_t end = together ? begin + n * in.n_cols * sizeof(T) : row + c1 * sizeof(T);
-        return copy_span<G>(slot(kStream) + i * in.pitch(), begin, end, lo, hi, shared.full[warp()][stage]);
+        const uintptr_t begin = lo + (rows.template offset<kStream + 1>(r) + c0) * sizeof(T);
+        const uintptr_t end = begin + (n > 1 ? n * in.n_cols : c1 - c0) * sizeof(T);
+        return copy_span<G>(to, begin, end, lo, hi, shared.full[warp()][stage]);
     }
 
     // The team's row.
@@ -367,7 +373,6 @@ struct Reader {
         if constexpr (G::kStreams > 1) {
             from[1] = in.base[1] + (cols > 0 ? rows.template offset<2>(r) : 0);
         }
-        const int left = cols - G::first_col();
 
 #pragma unroll
         for (int c = 0; c < G::kChunks; ++c) {
@@ -376,21 +381,47 @@ struct Reader {
             }
 #pragma unroll
             for (int s = 0; s < G::kStreams; ++s) {
-                const char* mine = G::kRing ? in_ring(s, from[s], c) : nullptr;
-#pragma unroll
-                for (int j = 0; j < G::kChunkVecs; ++j) {
-                    const int k = c * G::kChunkVecs + j;
-                    if constexpr (G::kRing) {
-                        t[s].v[k] = load_ring<G>(mine + j * G::kStep * In::kSize, k, left, filler);
-                    } else {
-                        t[s].v[k] = load_row<G>(from[s] + G::first_col(), k, left, cols > 0, filler);
-                    }
-                }
+                take(t[s], s, c, from[s], cols, filler);
             }
             if constexpr (G::kRing) {
                 tk::sync_warp();  // every lane has its columns
                 fetch();
                 advance();
+            }
+        }
+    }
+
+    // Brings chunk c of the row at `from` into t.
+    TK_DEVICE void take(Tile<G>& t, int stream, int c, const T* from, int cols, const tk::Vec<T, G::kVec>& filler)
+    {
+        const char* mine = G::kRing ? in_ring(stream, from, c)
+                                    : reinterpret_cast<const char*>(from + G::first_col() + c * G::kChunkVecs * G::kStep);
+        const int left = cols - G::first_col();
+        if constexpr (!G::kAligned) {
+            if (G::full(cols)) {
+                if constexpr (G::kPairs) {
+                    if (G::whole(from)) {
+                        take_as<true, true>(t, c, mine, left, filler);
+                        return;
+                    }
+                }
+                take_as<true, !G::kPairs>(t, c, mine, left, filler);
+                return;
+            }
+        }
+        take_as<false, !G::kPairs>(t, c, mine, left, filler);
+    }
+    template <bool kFull, bool kWhole>
+    TK_DEVICE static void take_as(Tile<G>& t, int c, const char* mine, int left, const tk::Vec<T, G::kVec>& filler)
+    {
+#pragma unroll
+        for (int j = 0; j < G::kChunkVecs; ++j) {
+            const int k = c * G::kChunkVecs + j;
+            const char* p = mine + j * G::kStep * In::kSize;
+            if (kFull && k < G::kVecs - 1) {
+                t.v[k] = load_vec<G, G::kRing, true, kWhole>(p, left - k * G::kStep, filler);
+            } else {
+                t.v[k] = load_vec<G, G::kRing, false, !G::kPairs>(p, left - k * G::kStep, filler);
             }
         }
     }
@@ -495,30 +526,60 @@ struct Sum {
     }
 };
 
-// Writes a row, vector by vector, in the order of load.
+// Writes a row.
 template <class G>
 struct Writer {
     using Out = typename G::Out;
-    static constexpr int kVec = G::kVec, kSize = sizeof(Out);
-    Out* mine;  // at the thread's first column
-    int left;   // columns of the row that are not before it
+    using Vec = tk::Vec<Out, G::kVec>;
+    Out* row;
+    int n_cols;  // 0: there is no such row
 
-    TK_DEVICE Writer(Out* row, int n_cols) : mine(row + G::first_col()), left(n_cols - G::first_col()) {}
-
-    // The thread's vector k.
-    TK_DEVICE void put(int k, const tk::Vec<Out, kVec>& v)
+    // vec(k): the thread's vector k.
+    template <class F>
+    TK_DEVICE void write(F vec) const
     {
-        if constexpr (G::kAligned) {
-            if (k * G::kStep < left) {
-                tk::store_global<kVec * kSize>(mine + k * G::kStep, v.raw);
+        if constexpr (!G::kAligned) {
+            if (G::full(n_cols)) {
+                if constexpr (G::kPairs) {
+                    if (G::whole(row)) {
+                        write_as<true, true>(vec);
+                        return;
+                    }
+                }
+                write_as<true, !G::kPairs>(vec);
+                return;
+            }
+        }
+        write_as<false, !G::kPairs>(vec);
+    }
+    template <bool kFull, bool kWhole, class F>
+    TK_DEVICE void write_as(F vec) const
+    {
+        Out* mine = row + G::first_col();
+        const int left = n_cols - G::first_col();
+#pragma unroll
+        for (int k = 0; k < G::kVecs; ++k) {
+            const Vec v = vec(k);
+            if (kFull && k < G::kVecs - 1) {
+                store<true, kWhole>(mine + k * G::kStep, left - k * G::kStep, v);
+            } else {
+                store<false, !G::kPairs>(mine + k * G::kStep, left - k * G::kStep, v);
+            }
+        }
+    }
+    template <bool kFull, bool kWhole>
+    TK_DEVICE static void store(Out* p, int left, const Vec& v)
+    {
+        if constexpr (kWhole) {
+            if (kFull || left > 0) {
+                tk::store_global<Vec::kBytes>(p, v.raw);
             }
         } else {
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                const int c = k * G::kStep + i * G::kElementStep;
-                if (c < left) {
-                    tk::store_global<kSize>(mine + c, v.element(i));
-                }
+            if (kFull || left > 0) {
+                tk::store_global<2>(p, tk::Words<2>{{v.raw.w[0]}});
+            }
+            if (kFull || left > 1) {
+                tk::store_global<2>(p + 1, tk::Words<2>{{v.raw.w[0] >> 16}});
             }
         }
     }

@@ -115,8 +115,9 @@ TK_DEVICE void fence_async()
 
 // ---- cp.async: each thread moves 4, 8 or 16 bytes ------------------------------------------------------------------
 
-// Starts a copy of kBytes, both sides aligned to them. Done, and visible to this thread, after copy_wait; to others
-// after a barrier as well. Where the machine has no such copy (before sm_80), it is done at once.
+// Starts a copy of kBytes, both sides aligned to them. Done, and visible to this thread, after the copy_wait that covers its
+// group; to others after a barrier as well. The place may be read before by this thread alone. Where the machine has no
+// such copy (before sm_80), it is done at once.
 template <int kBytes>
 TK_DEVICE void copy_async(void* to, const void* from)
 {
@@ -131,11 +132,19 @@ TK_DEVICE void copy_async(void* to, const void* from)
     *static_cast<Words<kBytes>*>(to) = load_global<kBytes>(from);
 #endif
 }
-// Waits for all copy_async of this thread.
+// Makes a group of this thread's copy_async since the last commit; it may be empty.
+TK_DEVICE void copy_commit()
+{
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most kPending groups of this thread, the latest ones, are not done.
+template <int kPending>
 TK_DEVICE void copy_wait()
 {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("cp.async.wait_group %0;" :: "n"(kPending) : "memory");
 #endif
 }
 

@@ -25,17 +25,17 @@ TK_DEVICE float exp2(float v)
 template <bool kPrecise>
 TK_DEVICE float exp(float v)
 {
-    constexpr float kLog2e = 1.44269502e+00f, kLog2eLow = 1.92596303e-08f, kLn2 = 6.93147182e-01f;
+    constexpr float kLog2e = 1.44269502e+00f, kLn2 = 6.93147182e-01f, kLn2Low = -1.90465421e-09f;
     if constexpr (!kPrecise) {
         return exp2(v * kLog2e);
     } else {
-        // v * log2(e) in two floats, head and rest; 2^(head + rest) = 2^head * (1 + rest * ln2). The clamp keeps -inf
-        // out of the rest (inf - inf) and lets NaN through, which fmaxf would not.
+        // v = head * ln2 + rest, so e^v = 2^head * (1 + rest). The clamp keeps -inf out of the rest (inf - inf) and lets
+        // NaN through, which fmaxf would not.
         v = v < -110.0f ? -110.0f : v;
         const float head = v * kLog2e;
-        const float rest = __fmaf_rn(v, kLog2eLow, __fmaf_rn(v, kLog2e, -head));
+        const float rest = __fmaf_rn(head, -kLn2Low, __fmaf_rn(head, -kLn2, v));
         const float r = exp2(head);
-        return __fmaf_rn(r * kLn2, rest, r);
+        return __fmaf_rn(r, rest, r);
     }
 }
 template <bool kPrecise>

@@ -1,6 +1,6 @@
 // Registers <-> memory: vectors of 2 to 32 bytes, cache hints, the block's shared memory.
 #pragma once
-#include "tk/types.cuh"
+#include "tk/math.cuh"
 
 namespace tk {
 
@@ -170,6 +170,28 @@ struct Vec {
         return v;
     }
 
+    // Element by element the larger one; a NaN loses to a number.
+    TK_DEVICE static Vec max(const Vec& a, const Vec& b)
+    {
+        if constexpr (sizeof(T) == 2) {
+            Vec v;
+#pragma unroll
+            for (int i = 0; i < Words<kBytes>::kCount; ++i) {
+                v.raw.w[i] = max2(a.raw.w[i], b.raw.w[i], T{});
+            }
+            return v;
+        } else {
+            Acc x[kN], y[kN];
+            a.unpack(x);
+            b.unpack(y);
+#pragma unroll
+            for (int i = 0; i < kN; ++i) {
+                x[i] = fmax(x[i], y[i]);
+            }
+            return pack(x);
+        }
+    }
+
     TK_DEVICE static Vec filled(Acc value)
     {
         Acc all[kN];
@@ -178,32 +200,6 @@ struct Vec {
             all[i] = value;
         }
         return pack(all);
-    }
-
-    // Element i's bits; i is a compile-time constant after unrolling.
-    TK_DEVICE Words<int(sizeof(T))> element(int i) const
-    {
-        Words<int(sizeof(T))> e;
-        if constexpr (sizeof(T) == 8) {
-            e.w[0] = raw.w[2 * i];
-            e.w[1] = raw.w[2 * i + 1];
-        } else if constexpr (sizeof(T) == 4) {
-            e.w[0] = raw.w[i];
-        } else {
-            e.w[0] = (raw.w[i / 2] >> (16 * (i % 2))) & 0xffffu;
-        }
-        return e;
-    }
-    TK_DEVICE void set_element(int i, const Words<int(sizeof(T))>& e)
-    {
-        if constexpr (sizeof(T) == 8) {
-            raw.w[2 * i] = e.w[0];
-            raw.w[2 * i + 1] = e.w[1];
-        } else if constexpr (sizeof(T) == 4) {
-            raw.w[i] = e.w[0];
-        } else {
-            raw.w[i / 2] = i % 2 ? (raw.w[i / 2] & 0xffffu) | (e.w[0] << 16) : (raw.w[i / 2] & 0xffff0000u) | e.w[0];
-        }
     }
 };
 

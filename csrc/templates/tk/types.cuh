@@ -75,6 +75,26 @@ TK_DEVICE uint32_t pack2(float lo, float hi, bf16)
 #endif
 }
 
+// The larger of two in each half of a word; a NaN loses to a number.
+template <class T>
+TK_DEVICE uint32_t max2(uint32_t a, uint32_t b, T)
+{
+#if __CUDA_ARCH__ >= 800
+    uint32_t w;
+    if constexpr (is_same<T, f16>::value) {
+        asm("max.f16x2 %0, %1, %2;" : "=r"(w) : "r"(a), "r"(b));
+    } else {
+        asm("max.bf16x2 %0, %1, %2;" : "=r"(w) : "r"(a), "r"(b));
+    }
+    return w;
+#else
+    float a_lo, a_hi, b_lo, b_hi;
+    unpack2(a, a_lo, a_hi, T{});
+    unpack2(b, b_lo, b_hi, T{});
+    return pack2(::fmaxf(a_lo, b_lo), ::fmaxf(a_hi, b_hi), T{});
+#endif
+}
+
 // One value, to and from the accumulator's type.
 TK_DEVICE float to_acc(float v) { return v; }
 TK_DEVICE double to_acc(double v) { return v; }

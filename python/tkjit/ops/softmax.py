@@ -82,9 +82,11 @@ def _column_launch(name: str, log: bool, layout: Layout, c: ColumnConfig, device
     fields += [i64(s) for s in layout.strides]
     fields += [i64(layout.n), i64(n_inner), i64(n_across), i64(tiles)]
     kernel = template("softmax").kernel(f"{name}_cols", **c.params(inputs[0].dtype, out.dtype, log, dims))
+    clusters = max(device.sms // c.cluster, 1) * c.blocks_per_sm if c.blocks_per_sm else 2**30 // c.cluster
     return kernel.launch(
-        grid=min(tiles, device.sms if c.prefetch else 2**31 - 1),
-        block=c.across * c.down,
+        grid=min(tiles, clusters) * c.cluster,
+        block=c.threads,
+        cluster=c.cluster,
         smem=c.shared_bytes(inputs[0].itemsize, len(inputs)),
         args=(out, *inputs, struct(*fields)),
     )
@@ -174,12 +176,12 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
             streams = 1 if name == "fwd" else 2
             # A config changes where a row outgrows it: at multiples of a vector of a warp, or of small teams.
             lengths = [*range(SHORT, 2048), *range(2048, 16 * THREADS * 64 + 1, 512)]
-            for cfg in dict.fromkeys(RowConfig.pick(n, *sizes, streams, device.max_cluster) for n in lengths):
-                for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
-                    for aligned in (False, True):
+            for aligned in (False, True):
+                for cfg in dict.fromkeys(RowConfig.pick(n, *sizes, streams, device.max_cluster, aligned) for n in lengths):
+                    for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
                         if cfg is not None:
                             ring = RingConfig(1, 0, 0, False) if ringed else None
-                            yield name, RowKernel(cfg, ring, aligned).params(dtype, out_dtype, log, d)
+                            yield name, RowKernel(cfg, ring).params(dtype, out_dtype, log, d)
             for columns in dict.fromkeys(_column_configs(dtype, out_dtype, streams, device)):
                 yield f"{name}_cols", columns.params(dtype, out_dtype, log, d)
             types = dict(T=dtype, Out=out_dtype)
