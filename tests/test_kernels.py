@@ -141,20 +141,21 @@ def instructions(kernel: Kernel, arch: str, folder: Path) -> Counter[str]:
 
 
 def one_of_each(arch: str) -> dict[tuple, Kernel]:
-    """For each kernel, access path and element size one with whole 16-byte vectors."""
+    """For each kernel, access path, element size and size of a vector one with several vectors a thread."""
     found: dict[tuple, Kernel] = {}
     for name, p in softmax.all_kernels(Device.of_arch(arch)):
         size = softmax.ITEMSIZE[p["T"]]
-        if p["T"] != p["Out"] or p.get("kVec", 16 // size) * size != 16 or p.get("kVecs", 4) < 2:
+        whole = p.get("kVec", 16 // size) * size == 16
+        if p["T"] != p["Out"] or p.get("kVecs", 4) < 2 or not (whole or name in ("fwd", "bwd")):
             continue
-        found.setdefault((name, size, p.get("kRing"), p.get("kVec"), p.get("kCluster", 1) > 1), (name, p))
+        found.setdefault((name, size, p.get("kRing"), whole, p.get("kCluster", 1) > 1), (name, p))
     return found
 
 
-def test_vector_kernels_move_16_bytes_at_a_time(tmp_path: Path):
+def test_vector_kernels_move_16_bytes_at_a_time_and_others_whole_words(tmp_path: Path):
     kinds = one_of_each("sm_90a")
     assert {key[0] for key in kinds} >= {"fwd", "bwd", "fwd_cols", "bwd_cols", "fwd_apply", "bwd_apply"}
-    for (name, _, ring, aligned, _), kernel in kinds.items():
+    for (name, size, ring, whole, _), kernel in kinds.items():
         if name.endswith("_any"):
             continue
         seen = instructions(kernel, "sm_90a", tmp_path)
@@ -164,11 +165,15 @@ def test_vector_kernels_move_16_bytes_at_a_time(tmp_path: Path):
         assert not any(op.startswith(("LDL", "STL")) for op in seen), f"local memory in {what}"
         if ring:
             assert sum(n for op, n in seen.items() if op.startswith("UBLKCP")) >= inputs, f"no bulk copy in {what}"
-        elif aligned is not False:
+        elif whole:
             assert wide_loads >= inputs, f"no 16-byte loads in {what}"
-        if not name.endswith("_part") and aligned is not False:  # rows of any alignment move element by element
+        if not whole:  # pairs of two bytes as words, where the row allows it
+            word = ".64" if size == 8 else ""
+            assert any(op == f"STG.E{word}" for op in seen), f"no words stored in {what}"
+            assert any(op == (f"LDS{word}" if ring else f"LDG.E{word}") for op in seen), f"no words loaded in {what}"
+        elif not name.endswith("_part"):
             assert any(op.startswith("STG") and op.endswith(".128") for op in seen), f"no 16-byte stores in {what}"
-        if aligned:
+        if whole and ring is not None:
             narrow = [op for op in seen if op.startswith(("LDG", "STG", "LD.", "ST.")) and not op.endswith(".128")]
             assert not narrow, f"narrow accesses in {what}"
 

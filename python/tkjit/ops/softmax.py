@@ -177,7 +177,9 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
             # A config changes where a row outgrows it: at multiples of a vector of a warp, or of small teams.
             lengths = [*range(SHORT, 2048), *range(2048, 16 * THREADS * 64 + 1, 512)]
             for aligned in (False, True):
-                for cfg in dict.fromkeys(RowConfig.pick(n, *sizes, streams, device.max_cluster, aligned) for n in lengths):
+                for cfg in dict.fromkeys(
+                    RowConfig.pick(n, *sizes, streams, device.max_cluster, aligned) for n in lengths
+                ):
                     for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
                         if cfg is not None:
                             ring = RingConfig(1, 0, 0, False) if ringed else None
