@@ -34,7 +34,7 @@ BUDGET = {
     ("bwd", 512): 128, ("bwd", 256): 255, ("bwd", 128): 255, ("bwd", 64): 255,
     ("fwd_cols", 512): 128, ("fwd_cols", 256): 255, ("fwd_cols", 128): 255, ("fwd_cols", 64): 255, ("fwd_cols", 32): 255,
     ("bwd_cols", 512): 128, ("bwd_cols", 256): 255, ("bwd_cols", 128): 255, ("bwd_cols", 64): 255, ("bwd_cols", 32): 255,
-    ("fwd_any", 256): 96, ("bwd_any", 256): 96,
+    ("fwd_any", 256): 128, ("bwd_any", 256): 128,
     ("fwd_part", 512): 128, ("bwd_part", 512): 128,
     ("fwd_apply", 512): 128, ("bwd_apply", 512): 128,
 }  # fmt: skip

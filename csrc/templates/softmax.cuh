@@ -58,6 +58,36 @@ struct MaxSum {
 template <class Acc>
 TK_DEVICE Acc shift_of(Acc m) { return m == -tk::limits<Acc>::inf() ? Acc(0) : m; }
 
+// The maximum of a thread's elements; a NaN loses to a number.
+template <class G>
+TK_DEVICE typename row::Tile<G>::Acc maximum(const row::Tile<G>& t)
+{
+    using Acc = typename row::Tile<G>::Acc;
+    Acc m = -tk::limits<Acc>::inf();
+    auto take = [&](const tk::Vec<typename G::T, G::kVec>& v) {
+        Acc a[G::kVec];
+        v.unpack(a);
+#pragma unroll
+        for (int i = 0; i < G::kVec; ++i) {
+            m = tk::fmax(m, a[i]);
+        }
+    };
+    if constexpr (G::kAligned && sizeof(typename G::T) == 2) {
+        auto top = t.v[0];  // two at a time; pairs don't gain: 0.80 of the copy at 1023 columns, where this gives 0.84
+#pragma unroll
+        for (int k = 1; k < G::kVecs; ++k) {
+            top = decltype(top)::max(top, t.v[k]);
+        }
+        take(top);
+    } else {
+#pragma unroll
+        for (int k = 0; k < G::kVecs; ++k) {
+            take(t.v[k]);
+        }
+    }
+    return m;
+}
+
 // ---- rows with unit stride, held in registers ----------------------------------------------------------------------
 //
 // Template: row::Geometry's numbers; kDims outer dims. Launch: blocks of kTeam * kTeams
@@ -86,18 +116,7 @@ fwd(Out* y,      // (n_rows, n_cols)
         reader.load(t, -tk::limits<Acc>::inf());
 
         // Relative to the thread's own maximum: one exp an element, and one reduction instead of two.
-        auto top = t[0].v[0];
-#pragma unroll
-        for (int v = 1; v < kVecs; ++v) {
-            top = decltype(top)::max(top, t[0].v[v]);
-        }
-        Acc a[kVec];
-        top.unpack(a);
-        Acc m = a[0];
-#pragma unroll
-        for (int i = 1; i < kVec; ++i) {
-            m = tk::fmax(m, a[i]);
-        }
+        const Acc m = maximum<G>(t[0]);
         const Acc shift = shift_of(m);
         Acc e[kVecs][kVec];
         Acc s[2] = {};
@@ -223,16 +242,14 @@ fwd_cols(Out* y,      // (n_outer, n_dim, n_inner)
             s[i] = 0;
         }
         auto maxima = [&] {
-            auto top = v[0];
 #pragma unroll
-            for (int k = 1; k < kRows; ++k) {
-                top = decltype(top)::max(top, v[k]);
-            }
-            Acc a[kVec];
-            top.unpack(a);
+            for (int k = 0; k < kRows; ++k) {
+                Acc a[kVec];
+                v[k].unpack(a);
 #pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                m[i] = tk::fmax(m[i], a[i]);
+                for (int i = 0; i < kVec; ++i) {
+                    m[i] = tk::fmax(m[i], a[i]);
+                }
             }
         };
         // exp(v) relative to the thread's own maxima; kept, where the tile is (kHold), so that there is one exp an element.

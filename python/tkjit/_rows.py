@@ -245,10 +245,9 @@ class RowConfig:
         for team in (1, 2, 4, 8, 16, 32) if aligned else (1, 2, 4, 8, 16):
             if n <= team * wide * 4 and (in_size == out_size or streams == 1):
                 return made(team, 256 // team, 1, 0)
-        if streams == 1 or in_size == out_size:
+        if in_size == out_size or (streams == 1 and aligned):
             measured = _MEASURED if aligned else _MEASURED_UNALIGNED
-            size = min(in_size, out_size) if aligned else max(in_size, out_size)
-            for columns, team, teams, cluster, blocks in measured.get((streams, size), ()):
+            for columns, team, teams, cluster, blocks in measured.get((streams, min(in_size, out_size)), ()):
                 if n <= columns and cluster <= max_cluster:
                     return made(team, teams, cluster, blocks)
         # What was not measured by length: 64 registers of a thread for the row.
@@ -331,9 +330,11 @@ class RowKernel:
 
     def params(self, dtype: str, out_dtype: str, log: bool, dims: int) -> dict[str, Any]:
         c = self.cfg
+        # Blocks that live at once are given the registers for it, where finding a row takes few.
+        resident = max(c.blocks_per_sm, 1) if self.ring is not None and dims == 1 else 1
         return dict(
             T=dtype, Out=out_dtype, kLog=log, kTeam=c.team, kTeams=c.teams, kCluster=c.cluster, kVecs=c.vecs,
-            kChunkVecs=c.chunk_vecs, kRing=self.ring is not None, kVec=c.vec, kResident=max(c.blocks_per_sm, 1),
+            kChunkVecs=c.chunk_vecs, kRing=self.ring is not None, kVec=c.vec, kResident=resident,
             kDims=dims,
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
 // Registers <-> memory: vectors of 2 to 32 bytes, cache hints, the block's shared memory.
 #pragma once
-#include "tk/math.cuh"
+#include "tk/types.cuh"
 
 namespace tk {
 
@@ -170,26 +170,15 @@ struct Vec {
         return v;
     }
 
-    // Element by element the larger one; a NaN loses to a number.
+    // Element by element the larger one; a NaN loses to a number. Two-byte types.
     TK_DEVICE static Vec max(const Vec& a, const Vec& b)
     {
-        if constexpr (sizeof(T) == 2) {
-            Vec v;
+        Vec v;
 #pragma unroll
-            for (int i = 0; i < Words<kBytes>::kCount; ++i) {
-                v.raw.w[i] = max2(a.raw.w[i], b.raw.w[i], T{});
-            }
-            return v;
-        } else {
-            Acc x[kN], y[kN];
-            a.unpack(x);
-            b.unpack(y);
-#pragma unroll
-            for (int i = 0; i < kN; ++i) {
-                x[i] = fmax(x[i], y[i]);
-            }
-            return pack(x);
+        for (int i = 0; i < Words<kBytes>::kCount; ++i) {
+            v.raw.w[i] = max2(a.raw.w[i], b.raw.w[i], T{});
         }
+        return v;
     }
 
     TK_DEVICE static Vec filled(Acc value)
