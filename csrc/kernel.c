@@ -16,13 +16,14 @@
 #include <string.h>
 
 /* Where a binary came from. */
-typedef enum { NOWHERE, FROM_DISK, FROM_NVRTC } tk_origin;
+typedef enum { NOWHERE, FROM_DISK, FROM_NVRTC, FROM_HOST } tk_origin;
 
 struct tk_kernel {
     PyObject ob_base;
     tk_state *state; /* borrowed: the type keeps the module alive */
     PyObject *key, *name, *source, *expression, *headers, *options, *meta;
     char ptx;
+    int host; /* for the emulator: 1, or 2 with its checks; 0: for a GPU */
     pthread_mutex_t lock; /* the first thread works, the others wait */
     bool has_lock;
     /* Written under the lock (without the GIL), read after `origin` is set. */
@@ -35,6 +36,7 @@ struct tk_kernel {
     CUfunction functions[TK_MAX_DEVICES];
     int allowed_smem[TK_MAX_DEVICES];
     bool allowed_cluster[TK_MAX_DEVICES];
+    tk_emulated *emulated; /* owned */
 };
 
 /* --- From Python's text to C's ------------------------------------------- */
@@ -137,10 +139,11 @@ make_binary(tk_kernel *k, const tk_request *r, tk_tally *tally, tk_error *err)
         status = 0;
         goto done;
     }
-    if (tkrtc_compile(&r->program, &k->binary, err) < 0) {
+    if ((k->host != 0 ? tkcc_compile : tkrtc_compile)(&r->program, &k->binary,
+                                                      err) < 0) {
         goto done;
     }
-    k->origin = FROM_NVRTC;
+    k->origin = k->host != 0 ? FROM_HOST : FROM_NVRTC;
     status = 0;
     if (r->home != NULL) {
         tally->published = tkcache_write(r->home, r->key, r->meta, &k->binary,
@@ -190,8 +193,8 @@ PyDoc_STRVAR(
     "ensure(folders, home, trust, may_compile, patience_ms) -> str\n"
     "\n"
     "Make sure there is a binary: from a folder of the cache, else from\n"
-    "NVRTC. Says where it came from: 'memory', 'disk' or 'nvrtc'; or\n"
-    "'nowhere', where it is in no folder and may not be compiled.");
+    "the compiler. Says where it came from: 'memory', 'disk', 'nvrtc' or\n"
+    "'host'; or 'nowhere', where it is in no folder and may not be compiled.");
 
 static PyObject *
 kernel_ensure(PyObject *self, PyObject *args)
@@ -239,6 +242,7 @@ kernel_ensure(PyObject *self, PyObject *args)
     return PyUnicode_FromString(was_there                 ? "memory"
                                 : k->origin == FROM_DISK  ? "disk"
                                 : k->origin == FROM_NVRTC ? "nvrtc"
+                                : k->origin == FROM_HOST  ? "host"
                                                           : "nowhere");
 }
 
@@ -296,6 +300,36 @@ tkkernel_function(tk_state *state, PyObject *kernel, int device, int smem,
     return 0;
 }
 
+int
+tkkernel_emulated(tk_state *state, PyObject *kernel, const tk_emulated **out,
+                  int *check)
+{
+    tk_kernel *k = (tk_kernel *)kernel;
+    tk_error err = {0};
+    int status = 0;
+
+    if (!PyObject_TypeCheck(kernel, state->kernel_type) || k->host == 0 ||
+        k->origin == NOWHERE) {
+        PyErr_SetString(PyExc_TypeError,
+                        "a plan for the CPU takes kernels compiled for it");
+        return -1;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&k->lock);
+    if (k->emulated == NULL) {
+        status = tkemu_load(&k->binary, &k->emulated, &err);
+    }
+    pthread_mutex_unlock(&k->lock);
+    Py_END_ALLOW_THREADS
+    if (status < 0) {
+        tk_raise(state, &err);
+        return -1;
+    }
+    *out = k->emulated;
+    *check = k->host - 1;
+    return 0;
+}
+
 const char *
 tkkernel_name(PyObject *kernel)
 {
@@ -327,6 +361,7 @@ kernel_dealloc(PyObject *self)
 
     PyObject_GC_UnTrack(self);
     /* Not the modules: a captured graph may still hold their functions. */
+    tkemu_unload(k->emulated);
     tk_binary_clear(&k->binary);
     Py_XDECREF(k->key);
     Py_XDECREF(k->name);
@@ -346,16 +381,16 @@ kernel_dealloc(PyObject *self)
 static PyObject *
 kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static const char *const names[] = {"key",        "name",    "source",
-                                        "expression", "headers", "options",
-                                        "ptx",        "meta",    NULL};
+    static const char *const names[] = {
+        "key",     "name", "source", "expression", "headers",
+        "options", "ptx",  "meta",   "host",       NULL};
     PyObject *key, *name, *source, *expression, *headers, *options, *meta;
-    int ptx = 0;
+    int ptx = 0, host = 0;
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUUUO!O!pU", (char **)names,
-                                     &key, &name, &source, &expression,
-                                     &PyTuple_Type, &headers, &PyTuple_Type,
-                                     &options, &ptx, &meta)) {
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "UUUUO!O!pU|i", (char **)names, &key, &name, &source,
+            &expression, &PyTuple_Type, &headers, &PyTuple_Type, &options, &ptx,
+            &meta, &host)) {
         return NULL;
     }
     if (PyUnicode_GetLength(key) != TK_KEY_SIZE) {
@@ -382,6 +417,7 @@ kernel_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     k->options = options;
     k->meta = meta;
     k->ptx = (char)ptx;
+    k->host = host;
     k->state = tk_state_of_type(type);
     if (k->state == NULL) {
         Py_DECREF(k);

@@ -56,6 +56,9 @@ tk_raise(tk_state *state, tk_error *err)
     case TK_DEVICE:
         type = error_class(state, "DeviceError");
         break;
+    case TK_EMULATOR:
+        type = error_class(state, "EmulatorError");
+        break;
     case TK_MEMORY:
     case TK_OK:
         type = PyExc_MemoryError;
@@ -236,17 +239,34 @@ static PyObject *
 stats(PyObject *module, PyObject *Py_UNUSED(ignored))
 {
     const tk_stats *s = &tk_state_of(module)->stats;
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}",
-                         "compiles", (unsigned long long)tkrtc_compiles(),
-                         "disk_hits", (unsigned long long)s->disk_hits,
-                         "damaged", (unsigned long long)s->damaged, "published",
-                         (unsigned long long)s->published, "publish_failures",
-                         (unsigned long long)s->publish_failures, "lock_waits",
-                         (unsigned long long)s->lock_waits, "plan_hits",
-                         (unsigned long long)s->plan_hits, "plan_misses",
-                         (unsigned long long)s->plan_misses, "plan_evictions",
-                         (unsigned long long)s->plan_evictions, "launches",
-                         (unsigned long long)s->launches);
+    return Py_BuildValue(
+        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "compiles",
+        (unsigned long long)(tkrtc_compiles() + tkcc_compiles()), "disk_hits",
+        (unsigned long long)s->disk_hits, "damaged",
+        (unsigned long long)s->damaged, "published",
+        (unsigned long long)s->published, "publish_failures",
+        (unsigned long long)s->publish_failures, "lock_waits",
+        (unsigned long long)s->lock_waits, "plan_hits",
+        (unsigned long long)s->plan_hits, "plan_misses",
+        (unsigned long long)s->plan_misses, "plan_evictions",
+        (unsigned long long)s->plan_evictions, "launches",
+        (unsigned long long)s->launches);
+}
+
+PyDoc_STRVAR(
+    emulator_seed_doc,
+    "emulator_seed(n): the order in which the emulator's threads take\n"
+    "turns in kernels compiled for checks.");
+
+static PyObject *
+emulator_seed(PyObject *module, PyObject *number)
+{
+    unsigned long long seed = PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) {
+        return NULL;
+    }
+    tk_state_of(module)->emulator_seed = seed;
+    Py_RETURN_NONE;
 }
 
 PyDoc_STRVAR(
@@ -311,6 +331,7 @@ static PyMethodDef core_methods[] = {
     {"read_entry", read_entry, METH_VARARGS, read_entry_doc},
     {"sha256", sha256, METH_VARARGS, sha256_doc},
     {"stats", stats, METH_NOARGS, stats_doc},
+    {"emulator_seed", emulator_seed, METH_O, emulator_seed_doc},
     {"describe", describe, METH_O, describe_doc},
     {"route", (PyCFunction)(void (*)(void))route, METH_FASTCALL, route_doc},
 #ifdef TKJIT_HOSTILE

@@ -47,8 +47,10 @@ typedef struct {
 
 /* A kernel launch, or a memset where kernel is NULL. */
 typedef struct {
-    PyObject *kernel; /* owned */
-    const char *name; /* borrowed from it */
+    PyObject *kernel;            /* owned */
+    const char *name;            /* borrowed from it */
+    const tk_emulated *emulated; /* borrowed from it, in a plan for the CPU */
+    int check;
     tk_geometry geometry;
     unsigned char *blob;
     unsigned blob_size;
@@ -62,8 +64,8 @@ typedef struct {
 } step;
 
 struct tk_plan {
-    int refs; /* the cache's and running calls' */
-    int device;
+    int refs;   /* the cache's and running calls' */
+    int device; /* a GPU's index, or -1: the CPU, by the emulator */
     int n_args, n_outputs, n_scratch, n_steps, n_kernels, n_maps;
     made_spec *made; /* outputs, then scratch */
     step *steps;
@@ -290,8 +292,11 @@ freeze_step(tk_state *state, const tk_plan *p, PyObject *item, step *s)
     Py_INCREF(kernel);
     s->kernel = kernel;
     int blocks = (int)(g->cluster[0] * g->cluster[1] * g->cluster[2]);
-    if (tkkernel_function(state, kernel, p->device, (int)g->smem, blocks,
-                          &g->function) < 0) {
+    int status = p->device < 0
+                     ? tkkernel_emulated(state, kernel, &s->emulated, &s->check)
+                     : tkkernel_function(state, kernel, p->device, (int)g->smem,
+                                         blocks, &g->function);
+    if (status < 0) {
         return -1;
     }
     s->name = tkkernel_name(kernel);
@@ -373,17 +378,32 @@ tkplan_retain(tk_plan *p)
 
 /* --- Running a plan ------------------------------------------------------ */
 
+/* What a run of a plan works on, beside the plan. */
+typedef struct {
+    void *slots[MAX_SLOTS];
+    tk_range ranges[MAX_SLOTS]; /* of the slots' memory; for the CPU alone */
+    CUtensorMap maps[MAX_MAPS];
+    CUstream stream;
+    uint64_t seed;   /* of the emulator */
+    int failed_step; /* which one it was */
+} run;
+
 /* `maps` are this step's. */
 static int
-run_step(const step *s, void *const *slots, const CUtensorMap *maps,
-         CUstream stream, int device, tk_error *err)
+run_step(const step *s, const run *r, const CUtensorMap *maps, int device,
+         int n_slots, tk_error *err)
 {
     _Alignas(CUtensorMap) unsigned char blob[MAX_BLOB];
     void *params[MAX_PARAMS];
+    void *const *slots = r->slots;
 
+    if (s->kernel == NULL && device < 0) {
+        memset(slots[s->memset_slot], s->memset_value, s->memset_bytes);
+        return 0;
+    }
     if (s->kernel == NULL) {
         return tkcu_memset((CUdeviceptr)(uintptr_t)slots[s->memset_slot],
-                           s->memset_value, s->memset_bytes, stream, err);
+                           s->memset_value, s->memset_bytes, r->stream, err);
     }
     memcpy(blob, s->blob, s->blob_size);
     for (int i = 0; i < s->n_patches; i++) {
@@ -397,7 +417,13 @@ run_step(const step *s, void *const *slots, const CUtensorMap *maps,
     for (int i = 0; i < s->n_params; i++) {
         params[i] = blob + s->offsets[i];
     }
-    return tkcu_launch(&s->geometry, stream, params, s->name, device, err);
+    if (device < 0) {
+        const tk_emulation how = {s->check, r->seed, r->ranges,
+                                  n_slots,  blob,    s->blob_size};
+        return tkemu_launch(s->emulated, &s->geometry, params, &how, s->name,
+                            err);
+    }
+    return tkcu_launch(&s->geometry, r->stream, params, s->name, device, err);
 }
 
 /* Under the GIL: the plan's maps are shared by the threads that run it.  What
@@ -412,7 +438,8 @@ encode_maps(tk_plan *p, void *const *slots, CUtensorMap *copies, tk_error *err)
             if (q->address == slots[q->slot]) {
                 memcpy(copies, q->encoded, sizeof q->encoded);
             }
-            else if (tkcu_encode(&q->map, slots[q->slot], copies, err) < 0) {
+            else if ((p->device < 0 ? tkemu_encode : tkcu_encode)(
+                         &q->map, slots[q->slot], copies, err) < 0) {
                 return -1;
             }
             else {
@@ -426,36 +453,59 @@ encode_maps(tk_plan *p, void *const *slots, CUtensorMap *copies, tk_error *err)
 }
 
 static int
-run_steps(const tk_plan *p, void *const *slots, const CUtensorMap *maps,
-          CUstream stream, tk_error *err)
+run_steps(const tk_plan *p, run *r, tk_error *err)
 {
+    int n_slots = p->n_args + p->n_outputs + p->n_scratch;
+    const CUtensorMap *maps = r->maps;
     bool pushed = false;
     int status = 0;
 
-    if (tkcu_enter(p->device, &pushed, err) < 0) {
+    if (p->device >= 0 && tkcu_enter(p->device, &pushed, err) < 0) {
         return -1;
     }
     for (int i = 0; status == 0 && i < p->n_steps; i++) {
         const step *s = &p->steps[i];
-        status = run_step(s, slots, maps, stream, p->device, err);
+        r->failed_step = i;
+        status = run_step(s, r, maps, p->device, n_slots, err);
         maps += s->n_maps;
     }
     tkcu_leave(pushed);
     return status;
 }
 
+/* The bytes from a tensor's first element to its last. */
+static tk_range
+range_of(const DLTensor *view)
+{
+    uintptr_t begin = (uintptr_t)tktensor_data(view);
+    int64_t size = (view->dtype.bits * view->dtype.lanes + 7) / 8, last = 0;
+
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] == 0) {
+            return (tk_range){begin, begin};
+        }
+        last += (view->shape[i] - 1) * view->strides[i];
+    }
+    return (tk_range){begin, begin + (uintptr_t)((last + 1) * size)};
+}
+
 /* The outputs and scratch buffers; the caller owns what stands in `made`, also
  * on failure. */
 static int
 make_buffers(const tk_state *state, const tk_plan *p, PyObject *const *args,
-             PyObject **made, void **slots)
+             PyObject **made, run *r)
 {
+    void **slots = r->slots;
+
     for (int i = 0; i < p->n_outputs + p->n_scratch; i++) {
         const made_spec *m = &p->made[i];
         if (m->argument >= 0) {
             made[i] = args[m->argument];
             Py_INCREF(made[i]);
             slots[p->n_args + i] = slots[m->argument];
+            if (p->device < 0) {
+                r->ranges[p->n_args + i] = r->ranges[m->argument];
+            }
             continue;
         }
         DLTensor view;
@@ -465,6 +515,9 @@ make_buffers(const tk_state *state, const tk_plan *p, PyObject *const *args,
             return -1;
         }
         slots[p->n_args + i] = tktensor_data(&view);
+        if (p->device < 0) {
+            r->ranges[p->n_args + i] = range_of(&view);
+        }
     }
     return 0;
 }
@@ -486,41 +539,71 @@ hand_over(const tk_plan *p, PyObject **made)
     return tuple;
 }
 
+/* Sets the exception for a failed run; a fault that the emulator found is told
+ * with the lines of the kernel's text (python/tkjit/_emulator.py). */
+static void
+raise_failure(tk_state *state, const step *s, tk_error *err)
+{
+    PyObject *exception = NULL, *module = NULL;
+
+    if (err->kind != TK_EMULATOR || err->message == NULL) {
+        tk_raise(state, err);
+        return;
+    }
+    module = PyImport_ImportModule("tkjit._emulator");
+    if (module != NULL) {
+        exception =
+            PyObject_CallMethod(module, "fault", "sO", err->message, s->kernel);
+        Py_DECREF(module);
+    }
+    if (exception != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+        Py_DECREF(exception);
+    }
+    tk_error_clear(err);
+}
+
 PyObject *
 tkplan_run(tk_state *state, tk_plan *p, PyObject *const *args,
            const DLTensor *views)
 {
-    void *slots[MAX_SLOTS];
+    run r; /* its arrays are large: filled where they are used */
     PyObject *made[MAX_MADE] = {NULL};
     PyObject *result = NULL;
-    CUtensorMap maps[MAX_MAPS];
-    CUstream stream = NULL;
     tk_error err = {0};
     int status = 0;
 
+    r.stream = NULL;
+    r.seed = state->emulator_seed;
+    r.failed_step = 0;
     for (int i = 0; i < p->n_args; i++) {
-        slots[i] = views[i].ndim < 0 ? NULL : tktensor_data(&views[i]);
+        bool tensor = views[i].ndim >= 0;
+        r.slots[i] = tensor ? tktensor_data(&views[i]) : NULL;
+        if (p->device < 0) {
+            r.ranges[i] = tensor ? range_of(&views[i]) : (tk_range){0, 0};
+        }
     }
     /* Before torch is asked for memory, which it would refuse less clearly. */
-    if (p->n_steps > 0 && tkcu_check_fork(&err) < 0) {
+    if (p->n_steps > 0 && p->device >= 0 && tkcu_check_fork(&err) < 0) {
         return tk_raise(state, &err);
     }
-    if (make_buffers(state, p, args, made, slots) < 0) {
+    if (make_buffers(state, p, args, made, &r) < 0) {
         goto done;
     }
     if (p->n_steps > 0) {
-        if (tktensor_stream(state, p->device, &stream) < 0) {
+        if (p->device >= 0 &&
+            tktensor_stream(state, p->device, &r.stream) < 0) {
             goto done;
         }
-        status = encode_maps(p, slots, maps, &err);
+        status = encode_maps(p, r.slots, r.maps, &err);
         if (status == 0) {
             /* A full queue blocks the launch; others may go on meanwhile. */
             Py_BEGIN_ALLOW_THREADS
-            status = run_steps(p, slots, maps, stream, &err);
+            status = run_steps(p, &r, &err);
             Py_END_ALLOW_THREADS
         }
         if (status < 0) {
-            tk_raise(state, &err);
+            raise_failure(state, &p->steps[r.failed_step], &err);
             goto done;
         }
         state->stats.launches += (uint64_t)p->n_kernels;

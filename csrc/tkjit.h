@@ -24,10 +24,11 @@
 
 typedef enum {
     TK_OK = 0,
-    TK_MEMORY,  /* MemoryError */
-    TK_COMPILE, /* tkjit.CompileError: the compiler said no */
-    TK_LAUNCH,  /* tkjit.LaunchError: the driver refused a kernel */
-    TK_DEVICE,  /* tkjit.DeviceError: no driver, no compiler, no such GPU */
+    TK_MEMORY,   /* MemoryError */
+    TK_COMPILE,  /* tkjit.CompileError: the compiler said no */
+    TK_LAUNCH,   /* tkjit.LaunchError: the driver refused a kernel */
+    TK_DEVICE,   /* tkjit.DeviceError: no driver, no compiler, no such GPU */
+    TK_EMULATOR, /* tkjit.EmulatorError: the emulator found a fault */
 } tk_error_kind;
 
 typedef struct {
@@ -209,6 +210,48 @@ typedef struct {
 int tkcu_encode(const tk_tensor_map *map, void *address, CUtensorMap *out,
                 tk_error *err);
 
+/* --- host_compiler.c: template text -> an object for the emulator --------- */
+
+/* The program's options are a folder to work in, the compiler, and what it is
+ * given; the object comes out as `image`.  A TK_COMPILE error's message is what
+ * the compiler printed. */
+int tkcc_compile(const tk_program *program, tk_binary *out, tk_error *err);
+/* Objects compiled by this process. */
+uint64_t tkcc_compiles(void);
+
+/* --- emulator.c: kernels on the CPU -------------------------------------- */
+
+typedef struct tk_emulated tk_emulated; /* a loaded object */
+
+int tkemu_load(const tk_binary *binary, tk_emulated **out, tk_error *err);
+void tkemu_unload(tk_emulated *object); /* NULL is allowed */
+
+typedef struct {
+    uintptr_t begin, end;
+} tk_range;
+
+/* How a kernel is to be run, and what it may touch.  Borrowed for a launch. */
+typedef struct {
+    int check; /* 0: run; 1: and find faults */
+    uint64_t seed;
+    const tk_range *ranges; /* of the tensors and buffers */
+    int n_ranges;
+    const void *params; /* the parameters' bytes */
+    size_t params_size;
+} tk_emulation;
+
+/* Runs a kernel to its end; TK_EMULATOR where it has a fault.  Places in the
+ * object stand in the message as "<at 0x12ab>". */
+int tkemu_launch(const tk_emulated *object, const tk_geometry *geometry,
+                 void *const *params, const tk_emulation *options,
+                 const char *name, tk_error *err);
+
+/* --- tensor_map.c: tensor maps for the emulator -------------------------- */
+
+/* As tkcu_encode; TK_LAUNCH where the driver would refuse the map. */
+int tkemu_encode(const tk_tensor_map *map, void *address, CUtensorMap *out,
+                 tk_error *err);
+
 /* --- The half that knows Python ------------------------------------------ */
 
 #ifdef TK_PYTHON
@@ -225,6 +268,7 @@ typedef struct {
     PyTypeObject *kernel_type;
     PyTypeObject *planned_type;
     PyObject *errors;       /* tkjit._errors, imported on first need */
+    uint64_t emulator_seed; /* of the schedule */
     struct tk_torch *torch; /* what tensor.c took from torch; NULL before */
 } tk_state;
 
@@ -288,6 +332,10 @@ extern PyType_Spec tk_kernel_spec;
  * first need.  -1 with an exception. */
 int tkkernel_function(tk_state *state, PyObject *kernel, int device, int smem,
                       int cluster_blocks, CUfunction *out);
+/* The object of a kernel that was compiled for the emulator, loaded on first
+ * need, and whether it was compiled for checks; borrowed from the kernel. */
+int tkkernel_emulated(tk_state *state, PyObject *kernel,
+                      const tk_emulated **out, int *check);
 /* The kernel's name for messages; borrowed. */
 const char *tkkernel_name(PyObject *kernel);
 

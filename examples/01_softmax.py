@@ -2,12 +2,10 @@
 
     make demo
 
-On a machine without a GPU it compiles one kernel for an H200 and says so; there is nothing to run it on.
+On a machine without a GPU the same kernels run on the CPU, through the emulator, without times.
 """
 
-import os
 import sys
-import tempfile
 import time
 
 import torch
@@ -61,28 +59,36 @@ def compare(name, ours, torchs, shape, dtype):
     )
 
 
-def compile_only():
-    """The part that needs no GPU."""
-    from tkjit._device import Device
-    from tkjit._template import template
-    from tkjit.ops.softmax import all_kernels
-
-    os.environ["TKJIT_CACHE_DIR"] = tempfile.mkdtemp()  # to compile, whatever is in the user's cache
-    device = Device.of_arch("sm_90a")
-    name, parameters = next(iter(all_kernels(device)))
-    started = time.perf_counter()
-    kernel = template("softmax").kernel(name, **parameters).compiled(device.arch)
-    took = (time.perf_counter() - started) * 1e3
-    print(f"torch sees no GPU, so this is all there is to see: {kernel.expression}")
-    print(
-        f"compiled for {device.arch} in {took:.0f} ms: {len(kernel.image)} bytes, {kernel.facts['registers']} registers"
-    )
+def on_the_cpu():
+    """The same kernels through the emulator: exact, not fast, so on small shapes and without times."""
+    print("torch sees no GPU: the kernels of an H200 (sm_90a) run on the CPU, through the emulator")
+    for name, ours, torchs in (
+        ("softmax", tkjit.softmax, torch.softmax),
+        ("log_softmax", tkjit.log_softmax, torch.log_softmax),
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ((64, 1000), (4, 40000)):
+                x = torch.randn(shape, dtype=dtype, requires_grad=True)
+                dy = torch.randn(shape, dtype=dtype)
+                started = time.perf_counter()
+                y = ours(x, -1)
+                (dx,) = torch.autograd.grad(y, x, dy)
+                took = time.perf_counter() - started
+                wide = x.detach().double().requires_grad_()
+                want = torchs(wide, -1)
+                (want_dx,) = torch.autograd.grad(want, wide, dy.double())
+                error, error_dx = (
+                    (got.double() - right).abs().max().item() for got, right in ((y, want), (dx, want_dx))
+                )
+                print(
+                    f"{name:12} {shape!s:12} {str(dtype)[6:]:9} error {error:.1e} {error_dx:.1e} | {took:.2f} s with compiling"
+                )
 
 
 def main():
     print(f"tkjit {tkjit.__version__}, torch {torch.__version__}")
     if not torch.cuda.is_available():
-        return compile_only()
+        return on_the_cpu()
     print(f"on {torch.cuda.get_device_name()}; errors: the largest against float64, of the result and of the gradient")
     for dtype in (torch.bfloat16, torch.float32):
         for shape in SHAPES:

@@ -649,10 +649,14 @@ def test_tensors_on_two_gpus_are_torchs_error() -> None:
         _plan._check_devices([spec((1,)), spec((1,), device=2), spec((1,))])
 
 
-def test_a_raw_op_refuses_tensors_that_are_not_on_a_gpu() -> None:
+def test_a_raw_op_takes_tensors_of_the_cpu() -> None:
     op = _plan.planned(lambda x: _plan.plan(_plan.empty_like(x)))
-    with pytest.raises(DeviceError, match="argument 0 is not on a GPU"):
-        op(X)
+    assert op(X).device.type == "cpu" and op(X).shape == X.shape
+
+
+def test_a_raw_op_refuses_tensors_of_other_devices() -> None:
+    with pytest.raises(DeviceError, match="argument 0 is neither on a GPU nor on the CPU"):
+        _plan._spec((2, 32, 1, 7, 0, (4,), (1,), 16), 0)
 
 
 SCALAR_KINDS: dict[str, tuple[str, Callable, Any]] = {

@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ._core import __version__
-from ._errors import CompileError, DeviceError, Error, LaunchError
+from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchError
 
 if TYPE_CHECKING:
     from . import cache
@@ -28,6 +28,7 @@ _LAZY = {
 __all__ = [
     "CompileError",
     "DeviceError",
+    "EmulatorError",
     "Error",
     "LaunchError",
     "__version__",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import _core, _nvrtc
+from . import _core, _emulator, _nvrtc
 
 if TYPE_CHECKING:
     from ._plan import Spec
@@ -24,6 +24,7 @@ class Device:
         smem_sm: Shared memory of a multiprocessor, in bytes.
         l2: L2 cache, in bytes.
         threads_sm: Most threads of a multiprocessor.
+        emulated: Its kernels run on the CPU.
     """
 
     arch: str
@@ -33,6 +34,7 @@ class Device:
     smem_sm: int
     l2: int
     threads_sm: int
+    emulated: bool = False
 
     @property
     def bulk_copy(self) -> bool:
@@ -51,9 +53,13 @@ class Device:
         return 16 if self.cc[0] in (9, 10) and self.sms >= 132 else 8
 
     @staticmethod
-    @functools.cache
     def of(index: int) -> Device:
-        """The GPU with torch's index."""
+        """The GPU with torch's index; of -1, the CPU's, the one that the emulator stands for."""
+        return Device._of(index) if index >= 0 else replace(Device.of_arch(_emulator.arch()), emulated=True)
+
+    @staticmethod
+    @functools.cache
+    def _of(index: int) -> Device:
         info = _core.device_info(index)
         cc = info["cc"]
         return Device(
@@ -69,6 +75,8 @@ class Device:
     @staticmethod
     def of_arch(arch: str) -> Device:
         """A typical GPU of an architecture, where there is none to ask."""
+        if arch not in _TYPICAL:
+            raise ValueError(f"{arch} is none of the architectures {', '.join(_TYPICAL)}")
         return _TYPICAL[arch]
 
 

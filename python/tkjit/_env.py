@@ -14,6 +14,11 @@ VARIABLES = {
     "Whoever can write there can run code on your GPU.",
     "TKJIT_CACHE_MAX_MB": "Size of the cache above which the least recently used entries go. Default: 1024.",
     "TKJIT_NVRTC": "Path of the NVRTC library to use. Default: one that is loaded, then pip's, then `CUDA_HOME`'s.",
+    "TKJIT_EMULATE": "Architecture whose kernels CPU tensors run through the emulator, such as `sm_80`. Default: `sm_90a`.",
+    "TKJIT_EMULATE_CHECK": "`1`: the emulator looks for races, deadlocks, reads of unwritten shared memory, accesses outside the "
+    "tensors.",
+    "TKJIT_EMULATE_SEED": "With checks, the order in which threads take turns: a whole number. Default: 0.",
+    "TKJIT_CXX": "The C++ compiler of the emulator. Default: `g++`, else `c++`, else `clang++`.",
     "TKJIT_NO_JIT": "`1`: never compile; a kernel that is not in the cache is an error.",
 }
 

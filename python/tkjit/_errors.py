@@ -15,6 +15,10 @@ class LaunchError(Error):
     """The driver refused a kernel: names the kernel, its grid, block and shared memory, and the device's limits."""
 
 
+class EmulatorError(Error):
+    """A kernel that ran on the CPU did what it must not: says what, which threads, and the lines of the kernel's text."""
+
+
 class CompileError(Error):
     """A kernel did not compile.
 

@@ -7,16 +7,7 @@ from typing import Any
 
 import torch
 
-from ._errors import DeviceError
-
 _library = torch.library.Library("tkjit", "DEF")
-
-
-def _refuse(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any) -> Any:
-        raise DeviceError(f"{name}(): argument 'input' is on cpu; tkjit runs on CUDA tensors only: move it to a GPU")
-
-    return refuse
 
 
 def define(
@@ -38,7 +29,7 @@ def define(
     name = schema.split("(")[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run, "CUDA")
-    _library.impl(name, _refuse(name), "CPU")
+    _library.impl(name, run, "CPU")
     torch.library.register_fake(f"tkjit::{name}", fake, lib=_library)
     torch.library.register_autograd(f"tkjit::{name}", backward, setup_context=setup_context, lib=_library)
     return getattr(torch.ops.tkjit, name).default

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import _core
+from . import _core, _env
 from ._device import Device
 from ._errors import DeviceError, LaunchError
 from ._template import Instance
@@ -27,7 +27,7 @@ _DTYPES = {
     (12, 8): "float8_e5m2", (13, 8): "float8_e5m2fnuz", (14, 8): "float8_e8m0fnu",
 }  # fmt: skip
 _ITEMSIZE = {name: bits // 8 for (_, bits), name in _DTYPES.items()}
-_CUDA = 2  # DLPack's device type
+_CPU, _CUDA = 1, 2  # DLPack's device types
 _FRESH_ALIGN = 16  # torch's allocator gives 512; more than 16 is nothing to a kernel
 
 
@@ -42,7 +42,7 @@ class Spec:
         dtype: Such as ``"bfloat16"``.
         shape: Sizes.
         strides: In elements.
-        device: Index of the GPU.
+        device: Index of the GPU; -1: the CPU, where the emulator runs the kernels.
         align: Largest power of two, up to 16, that divides the address in bytes.
         argument: Which argument of the call it is; -1 for an output.
     """
@@ -169,6 +169,7 @@ class TensorMap:
     element_strides: tuple[int, ...]
     swizzle: int  # bytes: 0, 32, 64, 128
     l2_promotion: int  # bytes: 0, 64, 128, 256
+    nan: bool = False  # outside reads as NaN rather than as 0
 
 
 # CUtensorMapDataType of each dtype
@@ -185,9 +186,12 @@ def tensor_map(
     box: Sequence[int],
     swizzle: int = 0,
     l2_promotion: int = 256,
+    element_strides: Sequence[int] | None = None,
+    nan: bool = False,
 ) -> TensorMap:
-    """A tensor map argument (``const __grid_constant__ CUtensorMap``); sizes in elements, strides in bytes."""
-    return TensorMap(tensor, tuple(dims), tuple(strides), tuple(box), (1,) * len(dims), swizzle, l2_promotion)
+    """A tensor map argument (``const __grid_constant__ tk::TensorMap``); sizes in elements, strides in bytes."""
+    steps = tuple(element_strides or (1,) * len(dims))
+    return TensorMap(tensor, tuple(dims), tuple(strides), tuple(box), steps, swizzle, l2_promotion, nan)
 
 
 Arg = Spec | Scratch | Scalar | Struct | TensorMap | None
@@ -258,7 +262,9 @@ class _Parameters:
         swizzle = (0, 32, 64, 128).index(arg.swizzle)
         promotion = (0, 64, 128, 256).index(arg.l2_promotion)
         kind = _MAP_TYPES[arg.tensor.dtype]
-        self.maps.append((at, slot, kind, arg.dims, arg.strides, arg.box, arg.element_strides, swizzle, promotion, 0))
+        self.maps.append(
+            (at, slot, kind, arg.dims, arg.strides, arg.box, arg.element_strides, swizzle, promotion, int(arg.nan))
+        )
 
 
 def _alike(a: Spec, b: Spec) -> bool:
@@ -269,12 +275,15 @@ def _made(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str, device: 
     """Arguments of torch.empty_strided."""
     import torch
 
-    return ((shape, strides), {"dtype": getattr(torch, dtype), "device": torch.device("cuda", device)})
+    place = torch.device("cuda", device) if device >= 0 else torch.device("cpu")
+    return ((shape, strides), {"dtype": getattr(torch, dtype), "device": place})
 
 
 def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     """The plan as csrc/plan.c reads it, its kernels compiled."""
     index = inputs[0].device
+    if index < 0:
+        _core.emulator_seed(_env.number("TKJIT_EMULATE_SEED", 0))
     slots = {id(spec.serial): spec.argument for spec in inputs}
     outputs: list[int | tuple] = []
     for spec in answer.outputs:
@@ -306,7 +315,7 @@ def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tup
         raise LaunchError(
             f"{launch.instance.expression} wants {launch.smem} bytes of shared memory, a block of this GPU has {device.smem_block}"
         )
-    kernel = launch.instance.compiled(device.arch)
+    kernel = launch.instance.compiled(device.arch, device.emulated)
     parameters = _Parameters(slots)
     for arg in launch.args:
         parameters.add(arg)
@@ -389,17 +398,16 @@ def _scalar(value: object) -> object:
 
 def _spec(view: tuple, argument: int) -> Spec:
     code, bits, lanes, kind, device, shape, strides, align = view
-    if kind != _CUDA:
-        raise DeviceError(f"argument {argument} is not on a GPU; tkjit runs on CUDA tensors only: move it to a GPU")
-    return Spec(
-        _DTYPES.get((code, bits * lanes), f"dtype {code}:{bits}x{lanes}"), shape, strides, device, align, argument
-    )
+    if kind not in (_CPU, _CUDA):
+        raise DeviceError(f"argument {argument} is neither on a GPU nor on the CPU")
+    name = _DTYPES.get((code, bits * lanes), f"dtype {code}:{bits}x{lanes}")
+    return Spec(name, shape, strides, device if kind == _CUDA else -1, align, argument)
 
 
 def _check_devices(inputs: Sequence[Spec]) -> None:
     devices = sorted({spec.device for spec in inputs})
     if len(devices) > 1:
-        names = " and ".join(f"cuda:{i}" for i in devices)
+        names = " and ".join(f"cuda:{i}" if i >= 0 else "cpu" for i in devices)
         raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {names}!")
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import _core, _env, _nvrtc, cache
+from . import _core, _emulator, _env, _nvrtc, cache
 from ._errors import CompileError
 
 if TYPE_CHECKING:
@@ -117,8 +117,15 @@ class Instance:
 
         return Launch(self, _three(grid), _three(block), _three(cluster), smem, tuple(args))
 
-    def compiled(self, arch: str) -> _core.Kernel:
-        """The kernel's binary for an architecture: from memory, from the cache, or compiled now."""
+    def compiled(self, arch: str, emulated: bool = False) -> _core.Kernel:
+        """The kernel's binary for an architecture: from memory, from the cache, or compiled now.
+
+        ``emulated``: what the CPU runs in its place.
+        """
+        if emulated:
+            kernel = _host_kernel(self.template, self.expression, arch, _emulator.checking())
+            _ensure(kernel, self, arch, emulated=True)
+            return kernel
         target, ptx = _nvrtc.target_of(arch)
         kernel = _kernel(self.template, self.expression, target, ptx)
         if _ensure(kernel, self, target):
@@ -135,7 +142,7 @@ def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
 
 def key_fields(template: Template, expression: str, options: Sequence[str], version: tuple[int, int]) -> list[str]:
     """All that a binary depends on, and nothing else: no path, no driver, no time."""
-    headers = [part for item in template.headers.items() for part in item]
+    headers = [part for item in _for_gpu(template.headers).items() for part in item]
     return [
         f"tkjit kernel {SCHEMA}",
         f"nvrtc {version[0]}.{version[1]}",
@@ -174,20 +181,54 @@ def _kernel(template: Template, expression: str, target: str, ptx: bool) -> _cor
         name=f"{template.name}.cuh",
         source=template.source,
         expression=expression,
-        headers=tuple(template.headers.items()),
+        headers=tuple(_for_gpu(template.headers).items()),
         options=options,
         ptx=ptx,
-        meta="".join(f"{name}: {value}\n" for name, value in meta.items()),
+        meta=_meta(meta),
     )
     with _kernels_lock:
         return _kernels.setdefault((template, expression, target), kernel)
+
+
+def _host_kernel(template: Template, expression: str, arch: str, check: bool) -> _core.Kernel:
+    """The same for the emulator."""
+    path, identity = _emulator.compiler()
+    target = f"{arch} on {path}{', checked' if check else ''}"
+    found = _kernels.get((template, expression, target))
+    if found is not None:
+        return found
+    options = _emulator.options(arch, check)
+    source = _emulator.source_of(template, expression)
+    meta = {"template": template.name, "kernel": expression, "arch": arch, "compiler": identity, "checks": check}
+    kernel = _core.Kernel(
+        key=digest([f"tkjit host kernel {SCHEMA}", identity, *options[2:], "", source]),
+        name=f"{template.name}.cuh",
+        source=source,
+        expression=expression,
+        headers=(),
+        options=options,
+        ptx=False,
+        meta=_meta(meta),
+        host=2 if check else 1,
+    )
+    with _kernels_lock:
+        return _kernels.setdefault((template, expression, target), kernel)
+
+
+def _meta(fields: dict[str, object]) -> str:
+    return "".join(f"{name}: {value}\n" for name, value in fields.items())
+
+
+def _for_gpu(headers: dict[str, str]) -> dict[str, str]:
+    """Without the CPU's versions of the primitives, which no GPU's binary depends on."""
+    return {name: text for name, text in headers.items() if not name.startswith("tk/emu/")}
 
 
 # How long a process waits for another that compiles the same kernel, before it compiles too.
 PATIENCE_MS = 10_000
 
 
-def _ensure(kernel: _core.Kernel, instance: Instance, target: str) -> bool:
+def _ensure(kernel: _core.Kernel, instance: Instance, target: str, emulated: bool = False) -> bool:
     """Have the kernel's binary made. False if the compiler is another than the one its key was made for."""
     folders = cache.folders()
     trust = _env.flag("TKJIT_CACHE_TRUST")
@@ -202,13 +243,15 @@ def _ensure(kernel: _core.Kernel, instance: Instance, target: str) -> bool:
             arch=target,
             options=kernel.options,
         )
-    if _nvrtc.open_library().version != _nvrtc.identify().version:  # only now: a warm cache needs no compiler
+    if (
+        not emulated and _nvrtc.open_library().version != _nvrtc.identify().version
+    ):  # only now: a warm cache needs no compiler
         return False
     try:
         origin = kernel.ensure(folders.all, folders.home, trust, True, PATIENCE_MS)
     except CompileError as error:
         raise _explained(error, kernel, instance, target) from None
-    if origin == "nvrtc":
+    if origin in ("nvrtc", "host"):
         cache.after_compile(kernel.publish_errno)
     return True
 
@@ -234,7 +277,8 @@ def _explained(error: CompileError, kernel: _core.Kernel, instance: Instance, ta
 
 def _excerpt(source: str, log: str, name: str, around: int = 3) -> str:
     """The numbered lines around the first error that the log places in the file."""
-    place = re.search(rf"^{re.escape(name)}\((\d+)\): (?:catastrophic )?error", log, re.MULTILINE)
+    # As NVRTC names a place, and as g++ and clang do.
+    place = re.search(rf"^{re.escape(name)}[(:](\d+)(?:\)|:\d+): (?:catastrophic |fatal )?error", log, re.MULTILINE)
     if place is None:
         return ""
     at = int(place[1])

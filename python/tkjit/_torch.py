@@ -85,7 +85,7 @@ def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
         with torch.autocast(device, enabled=False):
             return core.call(*op.autocast(*args))
     _check(op, tensors)
-    if device != "meta" and any(tensor.device.type != "cuda" for tensor in tensors):
+    if device != "meta" and (device not in ("cuda", "cpu") or any(t.device.type != device for t in tensors)):
         _refuse_devices(op, tensors)
     if any(map(_is_dispatching, tensors)) or torch._C._len_torch_dispatch_stack() or device == "meta":
         return op.library(*args)
@@ -132,7 +132,7 @@ def _refuse_devices(op: Op, tensors: list[Tensor]) -> None:
             f"{op.name}(): Expected all tensors to be on the same device, but found at least two devices, {' and '.join(devices)}!"
         )
     raise DeviceError(
-        f"{op.name}(): argument 'input' is on {devices[0]}; tkjit runs on CUDA tensors only: move it to a GPU"
+        f"{op.name}(): argument 'input' is on {devices[0]}; tkjit runs on CUDA tensors, and through its emulator on the CPU's"
     )
 
 

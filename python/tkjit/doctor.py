@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
-from . import __version__, _core, _env, _nvrtc, cache
+from . import __version__, _core, _emulator, _env, _nvrtc, cache
 from ._errors import Error
 
 # A finding: (is it well, text)
@@ -48,6 +48,11 @@ def _compiler() -> Iterator[Finding]:
     nvrtc = _nvrtc.open_library()
     archs = ", ".join(map(str, nvrtc.archs))
     yield True, f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]} at {nvrtc.path}, for {archs}"
+
+
+def _host_compiler() -> Iterator[Finding]:
+    path, identity = _emulator.compiler()
+    yield True, f"{identity} at {path}, for {_emulator.arch()}"
 
 
 def _cache() -> Iterator[Finding]:
@@ -120,6 +125,7 @@ CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
     ("environment", _environment),
     ("driver", _driver),
     ("compiler", _compiler),
+    ("emulator", _host_compiler),
     ("cache", _cache),
     ("self-test", _self_test),
 )

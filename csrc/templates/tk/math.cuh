@@ -1,6 +1,11 @@
 // Arithmetic: maxima, exponentials, logarithms.
 #pragma once
 #include "tk/types.cuh"
+#ifdef TK_EMULATE
+#include "tk/emu/math.cuh"
+#else
+#include "tk/ptx/math.cuh"
+#endif
 
 namespace tk {
 
@@ -11,14 +16,6 @@ template <> struct limits<double> { TK_DEVICE static double inf() { return __lon
 // The larger of two; a NaN loses to a number.
 TK_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 TK_DEVICE double fmax(double a, double b) { return ::fmax(a, b); }
-
-// 2^v within 2 ulp; results under 2^-126 become 0; NaN stays NaN.
-TK_DEVICE float exp2(float v)
-{
-    float r;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-}
 
 // e^v for v <= 0 (larger v: right, until it overflows). kPrecise: within 3 ulp. Otherwise the relative error grows as
 // |v| * 2^-24, which is far below what a 16-bit result can show. Results under 2^-126 become 0; e^-inf is 0; NaN stays.
@@ -41,13 +38,6 @@ TK_DEVICE float exp(float v)
 template <bool kPrecise>
 TK_DEVICE double exp(double v) { return ::exp(v); }
 
-// 1 / v within 1 ulp, for v that is neither tiny nor huge (2^-126 to 2^126) or isn't finite. No call, as a division is.
-TK_DEVICE float reciprocal(float v)
-{
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-}
 TK_DEVICE double reciprocal(double v) { return 1.0 / v; }
 
 // Natural logarithm, within 2 ulp.

@@ -1,0 +1,41 @@
+// Accesses of global and shared memory. The copies below are seen by the compiler's hooks; alignment is not.
+#pragma once
+
+namespace tk {
+
+template <int kBytes>
+TK_DEVICE Words<kBytes> load_bytes_at(const void* p)
+{
+    tkemu::machine->aligned(p, kBytes < 16 ? kBytes : 16);
+    Words<kBytes> r;
+    r.w[0] = 0;
+    memcpy(&r, p, kBytes);
+    return r;
+}
+
+template <int kBytes, Hint kHint = kDefault>
+TK_DEVICE Words<kBytes> load_global(const void* p) { return load_bytes_at<kBytes>(p); }
+template <int kBytes>
+TK_DEVICE Words<kBytes> load_shared(const void* p) { return load_bytes_at<kBytes>(p); }
+
+template <int kBytes>
+TK_DEVICE void store_global(void* p, const Words<kBytes>& v)
+{
+    tkemu::machine->aligned(p, kBytes < 16 ? kBytes : 16);
+    memcpy(p, &v, kBytes);
+}
+
+TK_DEVICE uint64_t fetch_add(uint64_t* p, uint64_t v) { return atomicAdd(p, v); }
+
+template <int kNumber>
+TK_DEVICE uint32_t opaque_zero() { return 0; }
+
+TK_DEVICE char* shared_memory(int bytes)
+{
+    if (unsigned(bytes) > tkemu::self->shared_size) {
+        tkemu::machine->fault("the kernel uses more dynamic shared memory than its launch gives");
+    }
+    return reinterpret_cast<char*>(tkemu::self->shared);
+}
+
+}  // namespace tk

@@ -1,0 +1,36 @@
+// Random numbers by counter: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). No state: any
+// number of any sequence at once, and the backward pass gets the forward pass's again.
+#pragma once
+#include "tk/types.cuh"
+
+namespace tk {
+
+struct Quad { uint32_t w[4]; };
+
+// The four words that a key makes of a counter (both with their least significant word first), as Random123 has them.
+TK_DEVICE Quad philox(uint64_t key, Quad counter)
+{
+    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
+#pragma unroll
+    for (int round = 0; round < 10; ++round) {
+        const uint64_t a = uint64_t(0xd2511f53u) * counter.w[0], b = uint64_t(0xcd9e8d57u) * counter.w[2];
+        const uint32_t x = uint32_t(b >> 32) ^ counter.w[1] ^ k0, z = uint32_t(a >> 32) ^ counter.w[3] ^ k1;
+        counter = Quad{{x, uint32_t(b), z, uint32_t(a)}};
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    return counter;
+}
+
+// Words 4 * quad .. 4 * quad + 3 of a seed's subsequence: the same bits as curand4 after curand_init(seed, subsequence,
+// 4 * quad), which torch's kernels call with subsequence = the thread's number in the grid and with an offset, counted in
+// words, that is a multiple of 4; and as at::philox_engine(seed, subsequence, quad).
+TK_DEVICE Quad philox(uint64_t seed, uint64_t subsequence, uint64_t quad)
+{
+    return philox(seed, Quad{{uint32_t(quad), uint32_t(quad >> 32), uint32_t(subsequence), uint32_t(subsequence >> 32)}});
+}
+
+// A word as a float in (0, 1], as curand_uniform has it: word * 2^-32 + 2^-33, rounded.
+TK_DEVICE float uniform(uint32_t word) { return __fmaf_rn(float(word), 2.3283064365386963e-10f, 1.1641532182693481e-10f); }
+
+}  // namespace tk

@@ -1,0 +1,41 @@
+"""The examples run as README says, and what README shows of them is what they print."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def example(root: Path, name: str, tmp_path: Path, **variables: str) -> str:
+    import os
+
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TKJIT_CACHE_DIR": str(tmp_path), **variables}
+    done = subprocess.run(
+        [sys.executable, str(root / "examples" / name)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the demo runs on it")
+def test_the_demo_runs_on_the_cpu(root: Path, tmp_path: Path) -> None:
+    said = example(root, "01_softmax.py", tmp_path)
+    errors = [float(number) for number in re.findall(r"error (\S+) (?:\S+)", said)]
+    assert len(errors) >= 4 and max(errors) < 0.05, said
+
+
+def test_the_broken_kernel_is_told_as_readme_shows(root: Path, tmp_path: Path) -> None:
+    said = example(root, "02_broken_kernel.py", tmp_path)
+    readme = (root / "README.md").read_text()
+    shown = re.search(r"<!-- broken -->\n```\n(.*?)```\n<!-- /broken -->", readme, re.DOTALL)
+    assert shown is not None and shown[1] == said
