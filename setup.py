@@ -92,7 +92,12 @@ def extension() -> Extension:
     return Extension(
         "tkjit._core",
         sources=sorted(str(file) for file in Path("csrc").glob("*.c")),
-        depends=["setup.py", "pyproject.toml", *sorted(str(file) for file in Path("csrc").rglob("*.h")), *sorted(str(file) for file in Path("csrc/templates/tk/emu").glob("*.cuh"))],
+        depends=[
+            "setup.py",
+            "pyproject.toml",
+            *sorted(str(file) for file in Path("csrc").rglob("*.h")),
+            *sorted(str(file) for file in Path("csrc/templates/tk/emu").glob("*.cuh")),
+        ],
         include_dirs=["csrc"],
         define_macros=macros,
         extra_compile_args=compile_args,

@@ -45,6 +45,7 @@ def run(
     block: int | Sequence[int],
     args: Sequence[Any],
     *,
+    also: Sequence[Tensor] = (),
     smem: int = 0,
     cluster: int | Sequence[int] = 1,
     arch: str = "sm_90a",
@@ -59,12 +60,13 @@ def run(
         expression: The kernel, such as ``"copy<float, 128>"``.
         args: The kernel's arguments: tensors, scalars of tkjit._plan (``i32(4)``), or functions of the list of the tensors'
             specs that return an argument (``lambda specs: tensor_map(specs[0], ...)``).
+        also: Tensors that the kernel doesn't take itself, but whose specs the functions are given, behind the others.
         smem: Dynamic shared memory in bytes.
         arch: For CPU tensors: the architecture that is emulated.
         check: For CPU tensors: with all checks; ``seed`` is that of the schedule.
     """
     instance = Template.from_source(source, name)
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    tensors = [*(arg for arg in args if isinstance(arg, Tensor)), *also]
 
     def planner(*specs: Spec) -> Any:
         at = iter(specs)

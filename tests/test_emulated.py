@@ -140,3 +140,45 @@ def test_every_schedule_gives_the_same_bits(op: str, few_multiprocessors) -> Non
             ]
         first = first or found
         assert_same(found, first, f"seed {seed}")
+
+
+# --- The same on a GPU -------------------------------------------------------------------------------------------------
+
+# Units in the last place of the result: of ex2.approx and rcp.approx, and of a * b + c rounded once by NVRTC.
+ULPS = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 6, torch.float64: 4}
+SHAPES = [
+    *((shape, -1) for shape in (*ROWS, *CLUSTERS, (70, 5), (33, 9))),
+    *(((3, 50, 64), 1), ((2, 300, 40), 1), ((2, 17, 9), 1), ((2, 2100, 16), 1), ((70, 3, 8), 0), ((600_001,), 0)),
+]
+
+
+def ulps_apart(a: Tensor, b: Tensor) -> int:
+    """The most numbers of the dtype that lie between two counterparts."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+
+    def place(t: Tensor) -> Tensor:
+        bits = t.contiguous().view(whole).to(torch.int64)
+        return torch.where(bits < 0, torch.iinfo(whole).min - bits, bits)
+
+    return int((place(a) - place(b)).abs().max()) if a.numel() else 0
+
+
+@both
+@every_dtype
+def test_gpu_gives_the_emulators_result(op: str, dtype: torch.dtype, device: str, record_property) -> None:
+    from tkjit.ops import softmax as module
+
+    log = op == "log_softmax"
+    worst, cases = 0, 0
+    for shape, dim in SHAPES:
+        for offset in (0, 1):
+            x, dy = normal(shape, dtype, offset), normal(shape, dtype, offset)
+            y, y_gpu = module._forward(x, dim, log), module._forward(x.to(device), dim, log).cpu()
+            dx, dx_gpu = module._backward(dy, y, dim, log), module._backward(dy.to(device), y.to(device), dim, log).cpu()
+            worst = max(worst, ulps_apart(y, y_gpu))
+            scale = dx.abs().amax()
+            assert ulps_apart(y, y_gpu) <= ULPS[dtype], f"{shape} dim {dim} offset {offset}"
+            assert (dx.double() - dx_gpu.double()).abs().max() <= 4 * torch.finfo(dtype).eps * scale.double(), f"{shape} {dim}"
+            cases += 2
+    record_property("compared", cases)
+    print(f"{op} {dtype}: {cases} results compared, forward at most {worst} ulp apart")

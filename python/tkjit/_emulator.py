@@ -139,7 +139,7 @@ def _frame(frames: list[tuple[str, str]]) -> str | None:
     called = None
     for function, place in frames:
         file, _, line = place.partition(":")
-        short = re.sub(r"<.*", "", function.split("(")[0])
+        short = re.sub(r"<.*", "", function.split("(")[0]).split(" ")[-1]
         if file not in _PRIMITIVES and line.split()[0].isdigit():
             inner = f", in {called}" if called else ""
             return f"{file}:{line.split()[0]} ({short}{inner})"

@@ -7,7 +7,7 @@ import hashlib
 import re
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -215,7 +215,7 @@ def _host_kernel(template: Template, expression: str, arch: str, check: bool) ->
         return _kernels.setdefault((template, expression, target), kernel)
 
 
-def _meta(fields: dict[str, object]) -> str:
+def _meta(fields: Mapping[str, object]) -> str:
     return "".join(f"{name}: {value}\n" for name, value in fields.items())
 
 
