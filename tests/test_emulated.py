@@ -144,8 +144,9 @@ def test_every_schedule_gives_the_same_bits(op: str, few_multiprocessors) -> Non
 
 # --- The same on a GPU -------------------------------------------------------------------------------------------------
 
-# Units in the last place of the result: of ex2.approx and rcp.approx, and of a * b + c rounded once by NVRTC.
-ULPS = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 6, torch.float64: 4}
+# What ex2.approx and rcp.approx are off by, and a * b + c that NVRTC rounds once: of the half types the result is the same or the
+# next number, of the others it is off by some units of the last place of the row's largest term.
+EPS = {torch.float32: 4 * 2.0**-23, torch.float64: 8 * 2.0**-52}
 SHAPES = [
     *((shape, -1) for shape in (*ROWS, *CLUSTERS, (70, 5), (33, 9))),
     *(((3, 50, 64), 1), ((2, 300, 40), 1), ((2, 17, 9), 1), ((2, 2100, 16), 1), ((70, 3, 8), 0), ((600_001,), 0)),
@@ -169,16 +170,26 @@ def test_gpu_gives_the_emulators_result(op: str, dtype: torch.dtype, device: str
     from tkjit.ops import softmax as module
 
     log = op == "log_softmax"
-    worst, cases = 0, 0
+    worst, cases = 0.0, 0
     for shape, dim in SHAPES:
         for offset in (0, 1):
             x, dy = normal(shape, dtype, offset), normal(shape, dtype, offset)
             y, y_gpu = module._forward(x, dim, log), module._forward(x.to(device), dim, log).cpu()
-            dx, dx_gpu = module._backward(dy, y, dim, log), module._backward(dy.to(device), y.to(device), dim, log).cpu()
-            worst = max(worst, ulps_apart(y, y_gpu))
-            scale = dx.abs().amax()
-            assert ulps_apart(y, y_gpu) <= ULPS[dtype], f"{shape} dim {dim} offset {offset}"
-            assert (dx.double() - dx_gpu.double()).abs().max() <= 4 * torch.finfo(dtype).eps * scale.double(), f"{shape} {dim}"
+            dx, dx_gpu = (
+                module._backward(dy, y, dim, log),
+                module._backward(dy.to(device), y.to(device), dim, log).cpu(),
+            )
+            label = f"{shape} dim {dim} offset {offset}"
+            if dtype in EPS:
+                for ours, theirs in ((y, y_gpu), (dx, dx_gpu)):
+                    apart = float((ours.double() - theirs.double()).abs().max() / ours.double().abs().max())
+                    worst = max(worst, apart / EPS[dtype])
+                    assert apart <= EPS[dtype], label
+            else:
+                worst = max(worst, ulps_apart(y, y_gpu))
+                assert ulps_apart(y, y_gpu) <= 1, label
+                scale = dx.double().abs().max()
+                assert (dx.double() - dx_gpu.double()).abs().max() <= 2 * torch.finfo(dtype).eps * scale, label
             cases += 2
     record_property("compared", cases)
-    print(f"{op} {dtype}: {cases} results compared, forward at most {worst} ulp apart")
+    print(f"{op} {dtype}: {cases} results compared, at most {worst:.2f} of what is allowed apart")

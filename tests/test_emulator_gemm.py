@@ -1,4 +1,4 @@
-"""A warp-specialised GEMM through tensor maps, mbarrier rings and wgmma: on the emulator under checks, and from the same text on a GPU."""
+"""A warp-specialised GEMM of tensor maps, mbarrier rings and wgmma: on the emulator under checks, and on a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from emulate import run, text
 from torch import Tensor
 
+from emulate import run, text
 from tkjit import EmulatorError
 from tkjit._plan import Spec, TensorMap, i32, tensor_map
 
@@ -91,9 +91,17 @@ BUGS = {
         r"race on shared memory",
     ),
     "no fence before the store": ("    tk::fence_async();\n", "", r"fence between ordinary writes and an asynchronous"),
-    "no barrier before the store": ("    tk::sync_named(1 + half, 128);", "    ;", r"race on shared memory|read before anything"),
+    "no barrier before the store": (
+        "    tk::sync_named(1 + half, 128);",
+        "    ;",
+        r"race on shared memory|read before anything",
+    ),
     "too many bytes expected": ("sizeof s.b[0]));", "sizeof s.b[0]) + 128);", r"deadlock.*128 bytes short"),
-    "the ring's phase is wrong": ("tk::wait(s.empty[stage], phase ^ 1);", "tk::wait(s.empty[stage], phase);", r"deadlock"),
+    "the ring's phase is wrong": (
+        "tk::wait(s.empty[stage], phase ^ 1);",
+        "tk::wait(s.empty[stage], phase);",
+        r"deadlock",
+    ),
     "one group arrives for both": ("tk::init(s.empty[i], 8);", "tk::init(s.empty[i], 4);", r"race|more threads arrive"),
 }
 

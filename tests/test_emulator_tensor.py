@@ -122,6 +122,7 @@ def drawn(rank: int, seed: int) -> Case:
     box = (row // size, *(r.randint(1, max(1, (12, 12, 8, 4, 3)[rank - 1])) for _ in range(rank - 1)))
     steps = (1, *(r.choice((1, 1, 2, 3, 8)) for _ in range(rank - 1))) if r.random() < 0.4 else ()
     at = tuple(r.choice((0, 1, -1, r.randint(-n, size + 2), r.randint(-3, 3))) for n, size in zip(box, dims))
+    at = (at[0] * size // 16 * 16 // size, *at[1:])
     return Case(
         dtype, dims, tuple(strides), box, at, steps, swizzle, r.choice((0, 64, 128, 256)), offset=128 * r.randint(0, 9)
     )
@@ -166,7 +167,7 @@ def test_load(place: str, rank: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", ((0, 0), (-1, -1), (31, 7), (32, 0), (0, 8), (-64, 0), (0, -4), (1000, -1000), (-(2**31), 2**31 - 1))
+    "at", ((0, 0), (-8, -1), (24, 7), (32, 0), (0, 8), (-64, 0), (0, -4), (1000, -1000), (-(2**31), 2**31 - 1))
 )
 def test_load_outside(place: str, at: tuple[int, int]) -> None:
     """A box half or wholly outside the tensor still counts all its bytes."""
@@ -244,7 +245,8 @@ def test_tensor_reduce_add(place: str, rank: int, dtype: torch.dtype) -> None:
     case = drawn(rank, seed)
     # The same bytes, or fewer, as elements of this type.
     wide, row = (n * case.itemsize // dtype.itemsize for n in (case.dims[0], case.box[0]))
-    case = replace(case, dtype=dtype, dims=(max(wide, 1), *case.dims[1:]), box=(row, *case.box[1:]))
+    at = (case.at[0] * case.itemsize // dtype.itemsize, *case.at[1:])
+    case = replace(case, dtype=dtype, dims=(max(wide, 1), *case.dims[1:]), box=(row, *case.box[1:]), at=at)
     rng = np.random.default_rng(seed)
     before, box = numbers(rng, case.memory, dtype), numbers(rng, case.bytes, dtype)
     expected = before.to(torch.float64).numpy().copy()
@@ -446,6 +448,7 @@ def test_faults_of_loads() -> None:
     memory = memory_of(case)
     found("aligned to 128", load, case=replace(case, offset=64), memory=memory)
     found("no narrower ones", load, case=replace(case, box=(32, 4)), memory=memory)
+    found("innermost coordinate of a box is not a multiple of 16", load, case=replace(case, at=(1, 0)), memory=memory)
     found("outside every tensor", load, case=replace(case, dims=(64, 64), at=(0, 9)), memory=memory)
     found("no such instruction", load, case=case, memory=memory, arch="sm_80")
     found("shared memory", load, case=case, memory=memory, room=case.bytes // 2)
@@ -484,3 +487,64 @@ def test_every_schedule() -> None:
     memory = memory_of(case)
     for seed, check in itertools.product(range(4), (True, False)):
         np.testing.assert_array_equal(load("cpu", case, memory, seed=seed, check=check), case.loaded(memory))
+
+
+# --- The rules of maps, beside the driver's --------------------------------------------------------------------------
+
+NOTHING = """
+#include "tk/tk.cuh"
+#include "tk/tensor.cuh"
+__global__ void nothing(float*, const __grid_constant__ tk::TensorMap) {}
+"""
+
+
+def random_map(rng: random.Random) -> dict[str, Any]:
+    """What a map is made of: mostly right, with something off now and then."""
+    itemsize = rng.choice((1, 2, 4, 8))
+    rank = rng.choice((1, 2, 2, 3, 3, 4, 5))
+    dims = [rng.choice((1, 2, 3, 16, 33, 64, 100, 256, 300, 1000)) for _ in range(rank)]
+    box = [rng.choice((1, 2, 4, 8, 16, 32, 64, 100, 128, 256)) for _ in range(rank)]
+    if rng.random() < 0.8:
+        box[0] = rng.choice([n for n in (16, 32, 64, 128, 256) if n * itemsize % 16 == 0])
+    strides, step = [], dims[0] * itemsize
+    for n in dims[1:]:
+        step = -(-step // 16) * 16 + rng.choice((0, 0, 16, 32, 8))
+        strides.append(step)
+        step *= n
+    element_strides = [1] * rank
+    if rng.random() < 0.3:
+        element_strides[rng.randrange(rank)] = rng.choice((1, 2, 3, 8, 9))
+    if rng.random() < 0.1:
+        box[rng.randrange(rank)] = rng.choice((257, 300))
+    return {
+        "dtype": {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize],
+        "dims": tuple(dims), "strides": tuple(strides), "box": tuple(box), "element_strides": tuple(element_strides),
+        "swizzle": rng.choice((0, 0, 32, 64, 128)), "offset": rng.choice((0, 0, 0, 16, 8)), "nan": rng.random() < 0.2,
+    }  # fmt: skip
+
+
+def is_taken(made: dict[str, Any], place: str) -> bool:
+    y = torch.zeros(1, device=place)
+    x = torch.zeros(64 // made["dtype"].itemsize, dtype=made["dtype"], device=place)
+    x = x[made["offset"] // made["dtype"].itemsize :]
+
+    def build(specs: Sequence[Spec]) -> TensorMap:
+        m = made
+        return TensorMap(specs[1], m["dims"], m["strides"], m["box"], m["element_strides"], m["swizzle"], 256, m["nan"])
+
+    try:
+        run(NOTHING, "nothing", 1, 32, [y, build], also=(x,))
+    except tkjit.LaunchError:
+        return False
+    return True
+
+
+@pytest.mark.gpu
+def test_the_driver_takes_the_maps_that_the_emulator_takes() -> None:
+    rng = random.Random(7)
+    maps = [random_map(rng) for _ in range(400)]
+    differ = [m for m in maps if is_taken(m, "cuda") != is_taken(m, "cpu")]
+    taken = sum(is_taken(m, "cuda") for m in maps)
+    print(f"{len(maps)} maps, {taken} taken by the driver, {len(differ)} judged otherwise by the emulator")
+    assert 50 < taken < 350
+    assert not differ, "\n".join(map(str, differ[:5]))

@@ -931,7 +931,7 @@ FAILING = {
     "cuFuncLoad": "DeviceError",
     "cuFuncSetAttribute": "DeviceError",
     "cuThreadExchangeStreamCaptureMode": "DeviceError",
-    "cuTensorMapEncodeTiled": "DeviceError",
+    "cuTensorMapEncodeTiled": "LaunchError",
     "cuMemsetD8Async": "DeviceError",
     "cuLaunchKernelEx": "LaunchError",
 }

@@ -24,7 +24,8 @@ enum L2Hint {
 TK_DEVICE void prefetch(const TensorMap& map);
 
 // Starts the load of the box whose first element has the coordinates `at` (innermost dimension first; they may be negative,
-// or past the end), and counts its bytes at `full`. The map has kDims dimensions.
+// or past the end), and counts its bytes at `full`. The map has kDims dimensions. The innermost coordinate is a multiple of
+// 16 bytes: else it is an illegal instruction (as seen on an H200; no manual says so).
 //   Order      packed, the innermost dimension first. With an element stride e > 1 in a dimension, every e-th element
 //              of the box is loaded, ceil(box / e) of them (the innermost dimension has no stride).
 //   Outside    elements outside the tensor become 0, or NaN where the map says so. They count as bytes too: `full` gets

@@ -92,6 +92,9 @@ TK_DEVICE Box box_of(const TensorMap& map, const int (&at)[kDims])
     if (rows > kMostShared / b.row_bytes) {
         tkemu::machine->fault("the box of a tensor map is larger than shared memory");
     }
+    if (b.at[0] * b.m.itemsize % 16 != 0) {
+        tkemu::machine->fault("the innermost coordinate of a box is not a multiple of 16 bytes");
+    }
     if (b.m.swizzle != 0 && b.row_bytes != b.m.swizzle) {
         tkemu::machine->fault("the emulator swizzles boxes whose rows are as wide as the swizzle's span, no narrower ones");
     }
