@@ -430,14 +430,12 @@ tkcu_encode(const tk_tensor_map *map, void *address, CUtensorMap *out,
     if (cuda.fn.cuTensorMapEncodeTiled == NULL) {
         return tk_fail(err, TK_DEVICE, "the CUDA driver has no tensor maps");
     }
-    CUresult result = cuda.fn.cuTensorMapEncodeTiled(
-        out, map->type, map->rank, address, map->dims, map->strides, map->box,
-        map->element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, map->swizzle,
-        map->l2_promotion, map->fill);
-    return result == CUDA_SUCCESS
-               ? 0
-               : tk_fail(err, TK_LAUNCH,
-                         "a tensor map is refused: cuTensorMapEncodeTiled: "
-                         "error %d",
-                         (int)result);
+    int status = CUDA(cuTensorMapEncodeTiled, out, map->type, map->rank,
+                      address, map->dims, map->strides, map->box,
+                      map->element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                      map->swizzle, map->l2_promotion, map->fill);
+    if (status < 0) {
+        err->kind = TK_LAUNCH; /* what the launch asks for is wrong */
+    }
+    return status;
 }

@@ -52,6 +52,7 @@ struct tk_emulated {
     tkemu_kernel kernel;
     uintptr_t base;                             /* where it is loaded */
     uintptr_t begin, end, data_begin, data_end; /* it, and what is writable */
+    tk_counts *counts; /* owned; NULL before a launch that counts */
 };
 
 typedef uint32_t *clock_t32;
@@ -137,7 +138,7 @@ typedef struct {
 } block;
 
 typedef struct {
-    const tk_emulated *object;
+    tk_emulated *object;
     const tk_geometry *geometry;
     const tk_emulation *options;
     void *const *params;
@@ -602,6 +603,29 @@ check(fiber *f, uint16_t who, uint32_t when, const void *p, unsigned bytes,
     fault_at(what, pc);
 }
 
+/* Notes an access for the table of costs. */
+static void
+count(const fiber *f, const void *p, unsigned bytes, unsigned how,
+      const void *pc)
+{
+    const tkemu_kernel *k = &M->object->kernel;
+    tk_touch t = {.where = (uint32_t)((uintptr_t)pc - M->object->base),
+                  .address = (uint64_t)(uintptr_t)p,
+                  .warp = f->warp,
+                  .bytes = (uint16_t)bytes,
+                  .lane = (uint8_t)f->head.lane,
+                  .writes = (how & TKEMU_WRITE) != 0};
+    spot at;
+
+    t.shared = find_shared(p, bytes, &at);
+    if (lies_in(p, k->static_shared, k->static_shared_size)) {
+        t.address = (uint64_t)((const unsigned char *)p - k->static_shared);
+    }
+    if (t.shared || in_a_tensor(p, bytes)) {
+        tkcount_note(M->object->counts, &t);
+    }
+}
+
 static void
 machine_access(const void *p, unsigned bytes, unsigned how, const void *pc)
 {
@@ -613,6 +637,15 @@ machine_access(const void *p, unsigned bytes, unsigned how, const void *pc)
     }
     M->steps++;
     check(f, f->id, f->now, p, bytes, how, false, pc);
+    if (M->options->check > 1) {
+        count(f, p, bytes, how, pc);
+    }
+}
+
+static void
+machine_touch(const void *p, unsigned bytes, unsigned how)
+{
+    machine_access(p, bytes, how, HERE);
 }
 
 static void
@@ -1149,6 +1182,7 @@ machine_async_wait(int group, int pending)
 
 static const tkemu_machine functions = {
     .access = machine_access,
+    .touch = machine_touch,
     .atomic = machine_atomic,
     .aligned = machine_aligned,
     .copy = machine_copy,
@@ -1427,6 +1461,9 @@ run_cluster(unsigned long long first)
     if (!M->failed) {
         check_ends();
     }
+    if (M->object->counts != NULL) {
+        tkcount_settle(M->object->counts);
+    }
 }
 
 /* --- A launch ------------------------------------------------------------ */
@@ -1523,6 +1560,12 @@ run_grid(machine *m, tk_error *err)
     unsigned long long blocks =
         (unsigned long long)g->grid[0] * g->grid[1] * g->grid[2];
 
+    if (m->options->check > 1 && m->object->counts == NULL) {
+        m->object->counts = tkcount_new();
+        if (m->object->counts == NULL) {
+            return tk_fail(err, TK_MEMORY, "no memory for a table of counts");
+        }
+    }
     *m->object->kernel.machine = &functions;
     for (unsigned long long i = 0; i < blocks && !m->failed;
          i += (unsigned)m->blocks) {
@@ -1537,7 +1580,7 @@ run_grid(machine *m, tk_error *err)
 }
 
 int
-tkemu_launch(const tk_emulated *object, const tk_geometry *geometry,
+tkemu_launch(tk_emulated *object, const tk_geometry *geometry,
              void *const *params, const tk_emulation *options, const char *name,
              tk_error *err)
 {
@@ -1659,7 +1702,14 @@ void
 tkemu_unload(tk_emulated *e)
 {
     if (e != NULL) {
+        tkcount_free(e->counts);
         dlclose(e->library);
         tk_free(e);
     }
+}
+
+const tk_counts *
+tkemu_counts(const tk_emulated *e)
+{
+    return e->counts;
 }

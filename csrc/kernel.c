@@ -23,7 +23,7 @@ struct tk_kernel {
     tk_state *state; /* borrowed: the type keeps the module alive */
     PyObject *key, *name, *source, *expression, *headers, *options, *meta;
     char ptx;
-    int host; /* for the emulator: 1, or 2 with its checks; 0: for a GPU */
+    int host; /* for the emulator: 1 + how much it checks; 0: for a GPU */
     pthread_mutex_t lock; /* the first thread works, the others wait */
     bool has_lock;
     /* Written under the lock (without the GIL), read after `origin` is set. */
@@ -301,7 +301,7 @@ tkkernel_function(tk_state *state, PyObject *kernel, int device, int smem,
 }
 
 int
-tkkernel_emulated(tk_state *state, PyObject *kernel, const tk_emulated **out,
+tkkernel_emulated(tk_state *state, PyObject *kernel, tk_emulated **out,
                   int *check)
 {
     tk_kernel *k = (tk_kernel *)kernel;
@@ -443,6 +443,35 @@ binary_of(PyObject *self)
     return &k->binary;
 }
 
+PyDoc_STRVAR(
+    counts_doc,
+    "counts() -> [(place, shared, writes, requests, actual, ideal)] of the\n"
+    "accesses of a kernel that the emulator ran with check 2.");
+
+static PyObject *
+kernel_counts(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    tk_kernel *k = (tk_kernel *)self;
+    const tk_count *rows = NULL;
+    const tk_counts *counts =
+        k->emulated != NULL ? tkemu_counts(k->emulated) : NULL;
+    size_t n = counts != NULL ? tkcount_rows(counts, &rows) : 0;
+
+    PyObject *list = PyList_New((Py_ssize_t)n);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        const tk_count *r = &rows[i];
+        PyObject *row = Py_BuildValue(
+            "IOOKKK", r->where, r->shared ? Py_True : Py_False,
+            r->writes ? Py_True : Py_False, (unsigned long long)r->requests,
+            (unsigned long long)r->actual, (unsigned long long)r->ideal);
+        if (row == NULL || PyList_SetItem(list, (Py_ssize_t)i, row) < 0) {
+            Py_DECREF(list);
+            return NULL;
+        }
+    }
+    return list;
+}
+
 static PyObject *
 get_image(PyObject *self, void *Py_UNUSED(closure))
 {
@@ -490,6 +519,7 @@ get_publish_errno(PyObject *self, void *Py_UNUSED(closure))
 
 static PyMethodDef kernel_methods[] = {
     {"ensure", kernel_ensure, METH_VARARGS, ensure_doc},
+    {"counts", kernel_counts, METH_NOARGS, counts_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -47,9 +47,9 @@ typedef struct {
 
 /* A kernel launch, or a memset where kernel is NULL. */
 typedef struct {
-    PyObject *kernel;            /* owned */
-    const char *name;            /* borrowed from it */
-    const tk_emulated *emulated; /* borrowed from it, in a plan for the CPU */
+    PyObject *kernel;      /* owned */
+    const char *name;      /* borrowed from it */
+    tk_emulated *emulated; /* borrowed from it, in a plan for the CPU */
     int check;
     tk_geometry geometry;
     unsigned char *blob;

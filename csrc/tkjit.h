@@ -219,12 +219,45 @@ int tkcc_compile(const tk_program *program, tk_binary *out, tk_error *err);
 /* Objects compiled by this process. */
 uint64_t tkcc_compiles(void);
 
+/* --- emulator_counts.c: what accesses cost -------------------------------- */
+
+/* One access of a thread. */
+typedef struct {
+    uint32_t where; /* in the kernel's object */
+    uint32_t turn;
+    uint64_t address; /* of shared memory: any whose bank is right */
+    uint32_t warp;    /* in the cluster */
+    uint16_t bytes;
+    uint8_t lane;
+    bool shared, writes;
+} tk_touch;
+
+/* All accesses of a place. */
+typedef struct {
+    uint32_t where;
+    bool shared, writes;
+    uint64_t requests; /* of warps */
+    uint64_t actual;   /* wavefronts, or sectors */
+    uint64_t ideal;
+} tk_count;
+
+typedef struct tk_counts tk_counts;
+tk_counts *tkcount_new(void); /* NULL: no memory */
+void tkcount_free(tk_counts *counts);
+void tkcount_note(tk_counts *counts, const tk_touch *touch);
+/* At the end of a cluster: warps' numbers may come again. */
+void tkcount_settle(tk_counts *counts);
+/* Returns how many rows there are; borrowed until the next launch. */
+size_t tkcount_rows(const tk_counts *counts, const tk_count **rows);
+
 /* --- emulator.c: kernels on the CPU -------------------------------------- */
 
 typedef struct tk_emulated tk_emulated; /* a loaded object */
 
 int tkemu_load(const tk_binary *binary, tk_emulated **out, tk_error *err);
 void tkemu_unload(tk_emulated *object); /* NULL is allowed */
+/* What was counted in launches with check 2; NULL before. */
+const tk_counts *tkemu_counts(const tk_emulated *object);
 
 typedef struct {
     uintptr_t begin, end;
@@ -232,7 +265,7 @@ typedef struct {
 
 /* How a kernel is to be run, and what it may touch.  Borrowed for a launch. */
 typedef struct {
-    int check; /* 0: run; 1: and find faults */
+    int check; /* 0: run; 1: and find faults; 2: and count accesses */
     uint64_t seed;
     const tk_range *ranges; /* of the tensors and buffers */
     int n_ranges;
@@ -242,7 +275,7 @@ typedef struct {
 
 /* Runs a kernel to its end; TK_EMULATOR where it has a fault.  Places in the
  * object stand in the message as "<at 0x12ab>". */
-int tkemu_launch(const tk_emulated *object, const tk_geometry *geometry,
+int tkemu_launch(tk_emulated *object, const tk_geometry *geometry,
                  void *const *params, const tk_emulation *options,
                  const char *name, tk_error *err);
 
@@ -334,8 +367,8 @@ int tkkernel_function(tk_state *state, PyObject *kernel, int device, int smem,
                       int cluster_blocks, CUfunction *out);
 /* The object of a kernel that was compiled for the emulator, loaded on first
  * need, and whether it was compiled for checks; borrowed from the kernel. */
-int tkkernel_emulated(tk_state *state, PyObject *kernel,
-                      const tk_emulated **out, int *check);
+int tkkernel_emulated(tk_state *state, PyObject *kernel, tk_emulated **out,
+                      int *check);
 /* The kernel's name for messages; borrowed. */
 const char *tkkernel_name(PyObject *kernel);
 

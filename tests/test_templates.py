@@ -44,7 +44,7 @@ def test_each_file_of_primitives_has_both_versions(templates: dict[str, str]) ->
 
 
 # What only the PTX of other primitives is made with.
-INTERNAL = {"hold", "peer_address", "shared_address"}
+INTERNAL = {"cache_policy", "hold", "peer_address", "shared_address"}
 
 
 def primitives(text: str) -> set[str]:

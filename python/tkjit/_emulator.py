@@ -6,11 +6,13 @@ tk/ptx; csrc/emulator.c runs it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from typing import TYPE_CHECKING
 
@@ -33,9 +35,12 @@ def arch() -> str:
     return _env.get("TKJIT_EMULATE") or DEFAULT_ARCH
 
 
-def checking() -> bool:
-    """Whether kernels that are compiled now look for faults."""
-    return _env.flag("TKJIT_EMULATE_CHECK")
+def checking() -> int:
+    """How much kernels that are compiled now are checked: 0, not; 1, for faults; 2, and their accesses are counted."""
+    level = _env.number("TKJIT_EMULATE_CHECK", 0)
+    if level > 2:
+        raise ValueError(f"TKJIT_EMULATE_CHECK is 0, 1 or 2, not {level}")
+    return level
 
 
 # --- The compiler ----------------------------------------------------------------------------------------------------
@@ -92,7 +97,7 @@ def _inline(name: str, source: str, headers: dict[str, str], seen: set[str], out
         out.append(f'#line {number + 1} "{name}"')
 
 
-def options(target: str, check: bool) -> tuple[str, ...]:
+def options(target: str, check: int) -> tuple[str, ...]:
     """A folder to work in, the compiler and its options: what csrc/host_compiler.c takes."""
     number = int(re.sub(r"\D", "", target)) * 10
     return (tempfile.gettempdir(), compiler()[0], *FLAGS, f"-D__CUDA_ARCH__={number}", *(CHECK_FLAGS if check else ()))
@@ -146,3 +151,38 @@ def _frame(frames: list[tuple[str, str]]) -> str | None:
         if short.startswith("tk::"):
             called = short
     return None
+
+
+# --- Counts ----------------------------------------------------------------------------------------------------------
+
+_counted: list[_core.Kernel] = []
+
+
+def count(kernel: _core.Kernel) -> None:
+    """Have the kernel's accesses in the table that stderr gets at the end of the process."""
+    if not _counted:
+        atexit.register(lambda: print(table(), file=sys.stderr))
+    _counted.append(kernel)
+
+
+def table() -> str:
+    """For each line of the kernels counted so far: requests of warps, wavefronts or sectors, and how many more than needed.
+
+    A wavefront is a trip to shared memory, a sector 32 bytes of global memory. 1.0 is as few as bring the same bytes.
+    """
+    head = f"{'line':44} {'access':13} {'requests':>9} {'per request':>11} {'over the ideal':>14}"
+    lines = ["accesses by line, as a GPU would make them (wavefronts of shared memory, sectors of global memory)", head]
+    for kernel in _counted:
+        found: dict[tuple[str, str], list[int]] = {}
+        counts = kernel.counts()
+        known = _lines(kernel, sorted({place for place, *_ in counts}))
+        for place, shared, writes, requests, actual, ideal in counts:
+            access = f"{'shared' if shared else 'global'} {'store' if writes else 'load'}"
+            total = found.setdefault((known[place], access), [0, 0, 0])
+            for i, number in enumerate((requests, actual, ideal)):
+                total[i] += number
+        lines.append(kernel.expression)
+        for (line, access), (requests, actual, ideal) in sorted(found.items(), key=lambda item: -item[1][1]):
+            each, over = actual / requests, actual / max(ideal, 1)
+            lines.append(f"  {line[:42]:42} {access:13} {requests:9} {each:11.2f} {over:14.2f}")
+    return "\n".join(lines)

@@ -16,7 +16,7 @@ VARIABLES = {
     "TKJIT_NVRTC": "Path of the NVRTC library to use. Default: one that is loaded, then pip's, then `CUDA_HOME`'s.",
     "TKJIT_EMULATE": "Architecture whose kernels CPU tensors run through the emulator, such as `sm_80`. Default: `sm_90a`.",
     "TKJIT_EMULATE_CHECK": "`1`: the emulator looks for races, deadlocks, reads of unwritten shared memory, accesses outside the "
-    "tensors.",
+    "tensors. `2`: and counts bank conflicts and sectors by line; the table goes to stderr at the end.",
     "TKJIT_EMULATE_SEED": "With checks, the order in which threads take turns: a whole number. Default: 0.",
     "TKJIT_CXX": "The C++ compiler of the emulator. Default: `g++`, else `c++`, else `clang++`.",
     "TKJIT_NO_JIT": "`1`: never compile; a kernel that is not in the cache is an error.",

@@ -190,16 +190,16 @@ def _kernel(template: Template, expression: str, target: str, ptx: bool) -> _cor
         return _kernels.setdefault((template, expression, target), kernel)
 
 
-def _host_kernel(template: Template, expression: str, arch: str, check: bool) -> _core.Kernel:
+def _host_kernel(template: Template, expression: str, arch: str, check: int) -> _core.Kernel:
     """The same for the emulator."""
     path, identity = _emulator.compiler()
-    target = f"{arch} on {path}{', checked' if check else ''}"
+    target = f"{arch} on {path}, check {check}"
     found = _kernels.get((template, expression, target))
     if found is not None:
         return found
     options = _emulator.options(arch, check)
     source = _emulator.source_of(template, expression)
-    meta = {"template": template.name, "kernel": expression, "arch": arch, "compiler": identity, "checks": check}
+    meta = {"template": template.name, "kernel": expression, "arch": arch, "compiler": identity, "checks": check > 0}
     kernel = _core.Kernel(
         key=digest([f"tkjit host kernel {SCHEMA}", identity, *options[2:], "", source]),
         name=f"{template.name}.cuh",
@@ -209,8 +209,10 @@ def _host_kernel(template: Template, expression: str, arch: str, check: bool) ->
         options=options,
         ptx=False,
         meta=_meta(meta),
-        host=2 if check else 1,
+        host=1 + check,
     )
+    if check > 1:
+        _emulator.count(kernel)
     with _kernels_lock:
         return _kernels.setdefault((template, expression, target), kernel)
 

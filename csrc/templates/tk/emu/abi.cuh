@@ -55,6 +55,8 @@ typedef struct {
     /* A plain access, seen by the compiler's hook at `pc`: in bounds,
      * initialized, ordered? */
     void (*access)(const void *p, unsigned bytes, unsigned how, const void *pc);
+    /* The same of a primitive, at the call's place. */
+    void (*touch)(const void *p, unsigned bytes, unsigned how);
     /* An atomic one, and an address that has to be aligned. */
     void (*atomic)(const void *p, unsigned bytes);
     void (*aligned)(const void *p, unsigned bytes);
