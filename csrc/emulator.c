@@ -122,6 +122,7 @@ typedef struct fiber {
         uint32_t commits[64];
         int n;
         uint32_t open;
+        const void *where; /* the last operation's place */
     } groups[TKEMU_GROUPS];
 } fiber;
 
@@ -1110,6 +1111,7 @@ machine_async_begin(int group)
     fiber *f = M->current;
     M->warp_of[f->warp].agent++;
     if (group >= 0) {
+        f->groups[group].where = HERE;
         f->groups[group].open = M->warp_of[f->warp].agent;
     }
     M->async_op = group;
@@ -1157,6 +1159,7 @@ machine_async_commit(int group)
         (*n)--;
     }
     f->groups[group].commits[(*n)++] = f->groups[group].open;
+    f->groups[group].open = 0;
 }
 
 static void
@@ -1169,7 +1172,11 @@ machine_async_wait(int group, int pending)
         return;
     }
     int done = n - pending;
-    uint32_t when = f->groups[group].commits[done - 1];
+    uint32_t when = 0;
+    for (int i = 0; i < done; i++) { /* an empty group has no time */
+        uint32_t one = f->groups[group].commits[i];
+        when = one > when ? one : when;
+    }
     memmove(f->groups[group].commits, f->groups[group].commits + done,
             (size_t)pending * sizeof(uint32_t));
     f->groups[group].n = pending;
@@ -1214,6 +1221,11 @@ live(void)
     fiber *f = M->current;
 
     M->object->kernel.run(M->params);
+    if (M->options->check &&
+        (f->groups[TKEMU_BULK].n > 0 || f->groups[TKEMU_BULK].open != 0)) {
+        fault_at("a thread ends with bulk stores that it has not waited for",
+                 f->groups[TKEMU_BULK].where);
+    }
     f->state = DONE;
     M->n_done++;
     block *b = &M->block_of[f->block];

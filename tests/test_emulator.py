@@ -52,6 +52,8 @@ PLANTED: dict[str, tuple[str, dict]] = {
         {"grid": 2, "cluster": 2, "block": 64, "smem": 512},
     ),
     "too_little_shared_memory": (r"outside the block's shared memory", {"smem": 4096}),
+    "store_not_waited_for": (r"ends with bulk stores that it has not waited for", {}),
+    "store_without_fence": (r"fence between ordinary writes and an asynchronous operation is missing", {}),
     "arrival_that_never_comes": (r"deadlock.*1 arrivals and 0 bytes short", {"block": 64}),
 }
 SEEDS = range(50)

@@ -1,5 +1,6 @@
 // Kernels with one bug each, and their clean twins: the macro BUG is defined in the broken one.
 #include "tk/tk.cuh"
+#include "tk/tensor.cuh"
 
 using namespace tk;
 
@@ -347,4 +348,36 @@ __global__ void arrival_that_never_comes(float* y, const float* x)
     }
     wait(s.full[0], 0);
     y[threadIdx.x] = x[threadIdx.x];
+}
+
+// Broken: the block's shared memory may be gone before the engine has read it.
+__global__ void store_not_waited_for(float* y, const float* x)
+{
+    float* s = reinterpret_cast<float*>(shared_memory(int(blockDim.x * 4)));
+    s[threadIdx.x] = x[threadIdx.x];
+    fence_async();
+    sync_block();
+    if (threadIdx.x == 0) {
+        bulk_store(y, s, int(blockDim.x * 4));
+        bulk_commit();
+        if (!kBug) {
+            bulk_wait<0>();
+        }
+    }
+}
+
+// Broken: the engine reads what a thread wrote, without the fence between; or without the barrier.
+__global__ void store_without_fence(float* y, const float* x)
+{
+    float* s = reinterpret_cast<float*>(shared_memory(int(blockDim.x * 4)));
+    s[threadIdx.x] = x[threadIdx.x];
+    if (!kBug) {
+        fence_async();
+    }
+    sync_block();
+    if (threadIdx.x == 0) {
+        bulk_store(y, s, int(blockDim.x * 4));
+        bulk_commit();
+        bulk_wait<0>();
+    }
 }
