@@ -146,7 +146,9 @@ def one_of_each(arch: str) -> dict[tuple, Kernel]:
     for name, p in softmax.all_kernels(Device.of_arch(arch)):
         size = softmax.ITEMSIZE[p["T"]]
         whole = p.get("kVec", 16 // size) * size == 16
-        if p["T"] != p["Out"] or p.get("kVecs", 4) < 2 or not (whole or name in ("fwd", "bwd")):
+        # Short rows that are read directly have one version of the code, by halves.
+        words = name in ("fwd", "bwd") and (p["kRing"] or p["kVecs"] > 8)
+        if p["T"] != p["Out"] or p.get("kVecs", 4) < 2 or not (whole or words):
             continue
         found.setdefault((name, size, p.get("kRing"), whole, p.get("kCluster", 1) > 1), (name, p))
     return found
@@ -235,7 +237,7 @@ def test_any_call_has_a_plan_that_the_device_can_run(arch: str, monkeypatch: pyt
     device = Device.of_arch(arch)
     listed = {instance(kernel).expression for kernel in softmax.all_kernels(device, dims=(1, 2, 4, 8))}
     monkeypatch.setattr(Device, "of", staticmethod(lambda index: device))
-    monkeypatch.setattr(Instance, "compiled", lambda self, arch: self.expression)
+    monkeypatch.setattr(Instance, "compiled", lambda self, arch, emulated=False: self.expression)
     used, missing = set(), {}
     for i, name, log, dim, tensors, launches in plans_of(arch, 600):
         what = f"call {i}: {name} log={log} dim={dim} {[(t.dtype, t.shape, t.strides, t.align) for t in tensors]}"

@@ -241,9 +241,10 @@ class RowConfig:
             chunk = vecs if streams * vecs <= 8 or vecs % 4 or team < 32 else 4
             return cls(vec, team, teams, cluster, vecs, chunk, blocks)
 
-        # Short rows: 64 bytes a thread. 0.97-0.99 of the copy at 256 and 1024 columns.
+        # Short rows: 64 bytes a thread. 0.97-0.99 of the copy at 256 and 1024 columns. Off alignment 32: element by element
+        # they are as many instructions, which take as long to compile.
         for team in (1, 2, 4, 8, 16, 32) if aligned else (1, 2, 4, 8, 16):
-            if n <= team * wide * 4 and (in_size == out_size or streams == 1):
+            if n <= team * wide * (4 if aligned else 2) and (in_size == out_size or streams == 1):
                 return made(team, 256 // team, 1, 0)
         if in_size == out_size or (streams == 1 and aligned):
             measured = _MEASURED if aligned else _MEASURED_UNALIGNED

@@ -397,7 +397,8 @@ struct Reader {
         const char* mine = G::kRing ? in_ring(stream, from, c)
                                     : reinterpret_cast<const char*>(from + G::first_col() + c * G::kChunkVecs * G::kStep);
         const int left = cols - G::first_col();
-        if constexpr (!G::kAligned) {
+        // Without a ring few rows come, and short ones: not worth three versions of the code.
+        if constexpr (!G::kAligned && (G::kRing || G::kVecs > 8)) {
             if (G::full(cols)) {
                 if constexpr (G::kPairs) {
                     if (G::whole(from)) {
@@ -538,7 +539,7 @@ struct Writer {
     template <class F>
     TK_DEVICE void write(F vec) const
     {
-        if constexpr (!G::kAligned) {
+        if constexpr (!G::kAligned && (G::kRing || G::kVecs > 8)) {
             if (G::full(n_cols)) {
                 if constexpr (G::kPairs) {
                     if (G::whole(row)) {
