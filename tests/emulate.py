@@ -18,9 +18,10 @@ KERNELS = Path(__file__).parent / "emulator"
 
 
 @contextmanager
-def emulating(arch: str | None = None, check: bool = True, seed: int = 0) -> Iterator[None]:
-    """What the emulator's environment variables say within the block."""
-    wanted = {"TKJIT_EMULATE": arch, "TKJIT_EMULATE_CHECK": "1" if check else "0", "TKJIT_EMULATE_SEED": str(seed)}
+def emulating(arch: str | None = None, check: bool = True, seed: int | None = None) -> Iterator[None]:
+    """What the emulator's environment variables say within the block; the seed is by default the run's, TKJIT_TEST_SEED."""
+    chosen = os.environ.get("TKJIT_TEST_SEED", "0") if seed is None else str(seed)
+    wanted = {"TKJIT_EMULATE": arch, "TKJIT_EMULATE_CHECK": "1" if check else "0", "TKJIT_EMULATE_SEED": chosen}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update({name: value for name, value in wanted.items() if value is not None})
     try:
@@ -50,7 +51,7 @@ def run(
     cluster: int | Sequence[int] = 1,
     arch: str = "sm_90a",
     check: bool = True,
-    seed: int = 0,
+    seed: int | None = None,
     name: str = "test",
 ) -> None:
     """Launch a kernel once, on the tensors' device; it writes into the tensors that it is given.

@@ -105,14 +105,15 @@ class Case:
         return out
 
 
-def drawn(rank: int, seed: int) -> Case:
-    """A random case of so many dimensions."""
+def drawn(rank: int, seed: int, whole: bool = False) -> Case:
+    """A random case of so many dimensions; whole: the tensor's rows are multiples of 16 bytes."""
     r = random.Random(f"{rank} {seed}")
     dtype = r.choice(DTYPES)
     size = dtype.itemsize
     swizzle = r.choice((0, 32, 64, 128))
     row = swizzle or r.choice((16, 16 * r.randint(1, min(16, 16 * size))))
     dims = (r.randint(1, 2 * row // size + 3), *(r.randint(1, 9) for _ in range(rank - 1)))
+    dims = (-(-dims[0] * size // 16) * 16 // size if whole else dims[0], *dims[1:])
     # Any dimension but the first may be the next to lie outside those before.
     strides, step = [0] * (rank - 1), -(-dims[0] * size // 16) * 16 + 16 * r.randint(0, 2)
     for i in r.sample(range(1, rank), rank - 1):
@@ -223,7 +224,7 @@ def store(
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("rank", (1, 2, 3, 4, 5))
 def test_store(place: str, rank: int, seed: int) -> None:
-    case = drawn(rank, 200 + seed)
+    case = drawn(rank, 200 + seed, whole=True)
     memory, box = memory_of(case, seed), np.random.default_rng(seed).integers(0, 256, case.bytes, np.uint8)
     expected = memory.copy()
     for tensor, shared in zip(*case.pairs()):
@@ -242,7 +243,7 @@ def numbers(rng: np.random.Generator, bytes: int, dtype: torch.dtype) -> torch.T
 @pytest.mark.parametrize("rank", (1, 2, 3, 4, 5))
 def test_tensor_reduce_add(place: str, rank: int, dtype: torch.dtype) -> None:
     seed = 300 + list(CTYPES).index(dtype)
-    case = drawn(rank, seed)
+    case = drawn(rank, seed, whole=True)
     # The same bytes, or fewer, as elements of this type.
     wide, row = (n * case.itemsize // dtype.itemsize for n in (case.dims[0], case.box[0]))
     at = (case.at[0] * case.itemsize // dtype.itemsize, *case.at[1:])
@@ -465,6 +466,7 @@ def test_fault_of_another_rank() -> None:
 def test_faults_of_stores() -> None:
     case = Case(torch.float16, (64, 8), (128,), (64, 4), (0, 0))
     memory, box = memory_of(case), np.zeros(case.bytes, np.uint8)
+    found("not whole pieces of 16", store, case=replace(case, dims=(60, 8)), memory=memory, shared=box)
     found("fence_async", store, case=case, memory=memory, shared=box, fenced=False)
     found("outside every tensor", store, case=replace(case, dims=(64, 64), at=(0, 9)), memory=memory, shared=box)
     for dtype in (torch.uint8, torch.int64, torch.float64):

@@ -153,6 +153,9 @@ TK_DEVICE void drain_box(const unsigned char* from, const Box& b, Put put)
     for (unsigned i = 0; i < b.rows; ++i) {
         const BoxRow r = b.row(i);
         const unsigned low = r.low * b.m.itemsize, bytes = (r.high - r.low) * b.m.itemsize;
+        if (bytes % 16 != 0) {
+            tkemu::machine->fault("the part of a stored row that lies in the tensor is not whole pieces of 16 bytes");
+        }
         if (bytes > 0) {
             unsigned char* place = const_cast<unsigned char*>(from) + i * b.row_bytes;
             move_row<false>(op, place, row, low, low + bytes, b.m.swizzle);
