@@ -34,6 +34,7 @@
 
 enum {
     WARP = 32,
+    WARPGROUP = 128,
     NAMED = 16,     /* barriers of a block */
     KEPT = 3,       /* reads remembered of a byte */
     RENDEZVOUS = 4, /* collectives under way in a warp, of different masks */
@@ -98,7 +99,13 @@ typedef struct {
 typedef enum { READY, WAITING, DONE } fiber_state;
 
 /* What a fiber waits for, as the deadlock report tells it. */
-typedef enum { ON_BARRIER, ON_WARP, ON_CLUSTER, ON_MBARRIER } wait_kind;
+typedef enum {
+    ON_BARRIER,
+    ON_WARP,
+    ON_WARPGROUP,
+    ON_CLUSTER,
+    ON_MBARRIER
+} wait_kind;
 
 typedef struct fiber {
     tkemu_thread head; /* first: the kernel's view */
@@ -133,6 +140,8 @@ typedef struct {
 
 typedef struct {
     meeting named[NAMED];
+    meeting groups[1024 / WARPGROUP];
+    uint64_t agreed[1024 / WARPGROUP]; /* what the first of a group named */
     mbarrier *mbarriers;
     unsigned n_mbarriers, room;
     int alive;
@@ -866,6 +875,37 @@ machine_warp_sync(unsigned mask)
     }
 }
 
+/* Four warps come to one instruction, and name the same; it orders no memory. */
+static void
+machine_warpgroup(unsigned long long what)
+{
+    fiber *f = M->current;
+    int group = f->id % M->threads / WARPGROUP;
+    block *b = &M->block_of[f->block];
+    meeting *m = &b->groups[group];
+    uint64_t mine = m->generation;
+
+    if ((group + 1) * WARPGROUP > M->threads) {
+        fault_at("an instruction of a warpgroup is called by fewer than four "
+                 "warps",
+                 HERE);
+    }
+    if (m->count > 0 && b->agreed[group] != what) {
+        fault_at("the warps of a warpgroup are at different instructions, or "
+                 "name different operands",
+                 HERE);
+    }
+    b->agreed[group] = what;
+    m->expected = WARPGROUP;
+    m->count++;
+    f->object = m;
+    f->number = group;
+    complete_meeting(m, ON_WARPGROUP);
+    while (m->generation == mine) {
+        wait_here(ON_WARPGROUP, HERE);
+    }
+}
+
 static const void *const *
 machine_exchange(int what, unsigned mask, const void *mine, unsigned bytes)
 {
@@ -1195,6 +1235,7 @@ static const tkemu_machine functions = {
     .copy = machine_copy,
     .barrier = machine_barrier,
     .warp_sync = machine_warp_sync,
+    .warpgroup = machine_warpgroup,
     .exchange = machine_exchange,
     .cluster_arrive = machine_cluster_arrive,
     .cluster_wait = machine_cluster_wait,
@@ -1291,6 +1332,10 @@ say_wait(const fiber *f)
     case ON_BARRIER:
         say("barrier %d, where %d of %d threads are", f->number, m->count,
             m->expected);
+        break;
+    case ON_WARPGROUP:
+        say("the rest of warpgroup %d, of which %d of %d threads are there",
+            f->number, m->count, m->expected);
         break;
     case ON_CLUSTER:
         say("the cluster's barrier, where %d of %d threads are", m->count,
@@ -1417,6 +1462,7 @@ clear_cluster(void)
         for (unsigned i = 0; i < o->n_mbarriers; i++) {
             free(o->mbarriers[i].seen);
         }
+        memset(o->groups, 0, sizeof o->groups);
         o->n_mbarriers = 0;
         o->alive = M->threads;
     }

@@ -90,6 +90,16 @@ BUGS = {
         "        tk::wgmma_wait<0>(acc);\n        if (false) {\n",
         r"race on shared memory",
     ),
+    "a warp misses a product": (
+        "            tk::wgmma<BLOCK_N",
+        "            if (thread / 32 != 3 || i != 1) tk::wgmma<BLOCK_N",
+        r"deadlock.*the rest of warpgroup|at different instructions",
+    ),
+    "a warp names another operand": (
+        "tk::advanced(b, 32 * k)",
+        "tk::advanced(b, thread / 32 == 2 ? 0 : 32 * k)",
+        r"different operands",
+    ),
     "no fence before the store": ("    tk::fence_async();\n", "", r"fence between ordinary writes and an asynchronous"),
     "no barrier before the store": (
         "    tk::sync_named(1 + half, 128);",

@@ -6,7 +6,7 @@
 #ifndef TKEMU_ABI_H
 #define TKEMU_ABI_H
 
-enum { TKEMU_ABI = 1 }; /* a kernel of another number is not run */
+enum { TKEMU_ABI = 2 }; /* a kernel of another number is not run */
 
 /* How memory is touched. */
 enum {
@@ -65,6 +65,9 @@ typedef struct {
     /* bar.sync, or bar.arrive, of `threads` threads; 0: of all. */
     void (*barrier)(int id, int threads, int arrive_only);
     void (*warp_sync)(unsigned mask);
+    /* All four warps of a warpgroup come to one instruction, and say the same
+     * of it; orders no memory. */
+    void (*warpgroup)(unsigned long long what);
     /* Gives `mine` to the lanes of the mask and returns what each gave; the
      * pointers hold until this thread's next exchange but one. */
     const void *const *(*exchange)(int what, unsigned mask, const void *mine,

@@ -6,8 +6,8 @@
 //
 // wgmma reads its operands when it is issued, and its accumulators are NaN until a wgmma_wait names them and their group is
 // done. Found are: operands in shared memory that are written to before that, accumulators that are, and accumulators that
-// were written to since the last wgmma_fence that named them. Not found: a fragment A that is overwritten too early, a warp
-// of the four that is missing.
+// were written to since the last wgmma_fence that named them, a warp of the four that is missing, or that names other
+// operands. Not found: a fragment A that is overwritten too early.
 #pragma once
 
 extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_tkemu_shared[], __stop_tkemu_shared[];
@@ -371,9 +371,8 @@ TKEMU_INLINE void wgmma(float* d, const Wgmma& w, bool has_a)
     }
     const tkemu_index t = self->thread, n = self->block_dim;
     const unsigned number = t.x + n.x * (t.y + n.y * t.z);
-    if ((number / 128 + 1) * 128 > n.x * n.y * n.z) {
-        machine->fault("wgmma is called in a warpgroup of fewer than four warps");
-    }
+    machine->warpgroup(w.a * 0x9e3779b97f4a7c15u ^ w.b * 0xc2b2ae3d27d4eb4fu ^ w.columns ^ uint64_t(w.types) << 16 ^
+                       uint64_t(w.majors) << 24 ^ uint64_t(w.accumulate) << 32);
     const Operand a = operand(w.a, w.majors & 1, 64);
     const Operand b = operand(w.b, w.majors & 2, int(w.columns));
     const int first = int(number) / 32 % 4 * 16;  // row of the warp: it reads no others
@@ -595,8 +594,7 @@ TK_DEVICE void give_registers()
 {
     static_assert(kCount % 8 == 0 && kCount >= 24 && kCount <= 256);
     require_arch(900);
-    const int count = kCount;
-    tkemu::machine->exchange(TKEMU_WGMMA, 0xffffffffu, &count, sizeof count);  // all lanes are here
+    tkemu::machine->warpgroup(kCount);
 }
 template <int kCount>
 TK_DEVICE void take_registers() { give_registers<kCount>(); }
