@@ -875,7 +875,7 @@ machine_warp_sync(unsigned mask)
     }
 }
 
-/* Four warps come to one instruction, and name the same; it orders no memory. */
+/* Four warps come to one instruction, and name the same; orders no memory. */
 static void
 machine_warpgroup(unsigned long long what)
 {

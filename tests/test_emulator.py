@@ -171,3 +171,20 @@ __global__ void sums(float* y, const float* x, int n)
     y = torch.zeros(2)
     run('#include "tk/tk.cuh"\n' + source, "sums", 6, 256, [y, x, i32(1000)])
     assert torch.equal(y, torch.stack([x[::2].sum(), x[1::2].sum()]))
+
+
+def test_objects_for_the_cpu_are_cached_listed_and_exported_like_cubins(fresh, tmp_path) -> None:
+    code = """
+import os, sys
+import torch, tkjit
+tkjit.softmax(torch.randn(4, 8))
+before = tkjit.cache.stats()
+assert before["compiles"] == COMPILES and before["disk_hits"] == 1 - COMPILES, before
+(entry,) = tkjit.cache.entries()
+assert entry.meta["arch"] == "sm_90a" and entry.meta["compiler"], entry.meta
+print(tkjit.cache.export(os.path.join(os.environ["TKJIT_CACHE_DIR"], "..", "shipped")))
+"""
+    assert fresh(code.replace("COMPILES", "1")).strip() == "1"
+    assert fresh(code.replace("COMPILES", "0")).strip() == "1"
+    shipped = code.replace("COMPILES", "0").split("print")[0]
+    fresh(shipped, TKJIT_CACHE_DIR=f"{tmp_path / 'other'}:{tmp_path / 'shipped'}", TKJIT_NO_JIT="1")

@@ -15,8 +15,9 @@ def _ls(args: argparse.Namespace) -> int:
     found = cache.entries()
     for entry in found:
         meta = {"kernel": "(damaged)", "arch": "?", "nvrtc": "?", **(entry.meta or {})}
+        by = "for the CPU" if "compiler" in meta else f"nvrtc {meta['nvrtc']}"
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        print(f"{entry.size:9} {when} {meta['arch']:8} nvrtc {meta['nvrtc']:5} {meta['kernel']}")
+        print(f"{entry.size:9} {when} {meta['arch']:8} {by:11} {meta['kernel']}")
     size = sum(entry.size for entry in found) / 2**20
     print(f"{len(found)} entries, {size:.1f} MB in {', '.join(cache.folders().all) or 'no folder'}")
     return 0

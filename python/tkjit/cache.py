@@ -245,7 +245,8 @@ def prune(max_bytes: int | None = None) -> list[Path]:
 def export(target: str) -> int:
     """Copy every whole entry into a folder, to be read as a later part of TKJIT_CACHE_DIR. Returns how many.
 
-    The kernels are found there by the same version of tkjit with the same version of NVRTC, or with no NVRTC at all.
+    The kernels are found there by the same version of tkjit with the same version of NVRTC, or with no NVRTC at all; those for the
+    CPU by the same C++ compiler.
     """
     from . import _nvrtc
 
@@ -253,7 +254,7 @@ def export(target: str) -> int:
         raise ValueError("the folder to export to has no name")
     if os.path.abspath(target) in folders().all:
         raise ValueError(f"{target} is the cache itself")
-    count = 0
+    count, gpu = 0, False
     os.makedirs(target, mode=0o755, exist_ok=True)  # whatever the umask: a folder that others can write to is not used
     for entry in entries():
         if entry.meta is not None:
@@ -261,7 +262,8 @@ def export(target: str) -> int:
             place.mkdir(mode=0o755, exist_ok=True)
             shutil.copy2(entry.path, place / entry.path.name)
             count += 1
-    if count:
+            gpu = gpu or "nvrtc" in entry.meta
+    if gpu:
         _nvrtc.write_memo(_nvrtc.identify(), os.path.join(target, MEMO))
     return count
 
