@@ -35,9 +35,10 @@
 enum {
     WARP = 32,
     WARPGROUP = 128,
-    NAMED = 16,     /* barriers of a block */
-    KEPT = 3,       /* reads remembered of a byte */
-    RENDEZVOUS = 4, /* collectives under way in a warp, of different masks */
+    NAMED = 16,       /* barriers of a block */
+    MBARRIERS = 4096, /* of a block, at most */
+    KEPT = 3,         /* reads remembered of a byte */
+    RENDEZVOUS = 4,   /* collectives under way in a warp, of different masks */
     STACK = 128 << 10,
     STRIDE = 256 << 10, /* from one block's shared memory to the next one's */
     MAX_CHECKED =
@@ -56,7 +57,11 @@ struct tk_emulated {
     tk_counts *counts; /* owned; NULL before a launch that counts */
 };
 
-typedef uint32_t *clock_t32;
+/* The three clocks of a thread, or of what threads meet at; see above.  NULL
+ * unless the launch is checked. */
+typedef struct {
+    uint32_t *seen, *fenced, *read;
+} clocks;
 
 /* --- What a launch works on ---------------------------------------------- */
 
@@ -75,8 +80,7 @@ typedef struct {
 typedef struct {
     int count, expected;
     uint64_t generation;
-    clock_t32 seen, fenced,
-        read; /* of those that arrived; NULL unless checked */
+    clocks known; /* by those that arrived */
 } meeting;
 
 typedef struct {
@@ -86,14 +90,14 @@ typedef struct {
 } rendezvous;
 
 typedef struct {
-    uint32_t key; /* offset in the block's shared memory, + 1; 0: free */
+    uint32_t offset; /* in the block's shared memory */
     int arrivals, pending;
     long bytes; /* expected and not there yet; may be negative */
     uint64_t phase;
     uint16_t maker;
     bool fenced;
     uint32_t made, where;
-    clock_t32 seen, fenced_clock, read;
+    clocks known;
 } mbarrier;
 
 typedef enum { READY, WAITING, DONE } fiber_state;
@@ -114,11 +118,10 @@ typedef struct fiber {
     fiber_state state;
     wait_kind kind;
     int number, parity; /* of the barrier; of the phase */
-    uint64_t generation;
     const void *object;
     uint32_t where;
     uint32_t now; /* its own clock */
-    clock_t32 seen, fenced, read;
+    clocks known;
     uint64_t cluster_generation;
     unsigned turn;
     unsigned char given[2][TKEMU_MAX_EXCHANGE];
@@ -143,7 +146,7 @@ typedef struct {
     meeting groups[1024 / WARPGROUP];
     uint64_t agreed[1024 / WARPGROUP]; /* what the first of a group named */
     mbarrier *mbarriers;
-    unsigned n_mbarriers, room;
+    unsigned n_mbarriers;
     int alive;
 } block;
 
@@ -162,11 +165,10 @@ typedef struct {
     unsigned char *stacks, *shared;
     shadow *shadows; /* by byte of `shared`, then of static shared memory */
     size_t n_shadows;
-    clock_t32 clocks; /* of the fibers */
+    uint32_t *fiber_clocks;
     meeting cluster;
     uint16_t *ready;
     int n_ready, n_done;
-    int async_op; /* group of the operation that was begun */
     void *scheduler;
     fiber *current;
     uint64_t random, steps;
@@ -240,13 +242,20 @@ yield(void)
     tkemu_switch(&f->stack_pointer, M->scheduler);
 }
 
+/* A place of the kernel's code, counted from where its object lies. */
+static uint32_t
+place_of(const void *pc)
+{
+    return (uint32_t)((uintptr_t)pc - M->object->base);
+}
+
 static void
 wait_here(wait_kind kind, const void *pc)
 {
     fiber *f = M->current;
     f->state = WAITING;
     f->kind = kind;
-    f->where = (uint32_t)((uintptr_t)pc - M->object->base);
+    f->where = place_of(pc);
     yield();
 }
 
@@ -315,8 +324,7 @@ stop(void)
 static void __attribute__((noreturn))
 fault_at(const char *what, const void *pc)
 {
-    say("%s\n  at <at 0x%zx>, ", what,
-        (size_t)((uintptr_t)pc - M->object->base));
+    say("%s\n  at <at 0x%x>, ", what, place_of(pc));
     say_thread(M->current);
     say("\n");
     stop();
@@ -333,7 +341,7 @@ machine_fault(const char *what)
 /* --- Clocks -------------------------------------------------------------- */
 
 static void
-join(clock_t32 into, const uint32_t *from)
+join(uint32_t *into, const uint32_t *from)
 {
     for (unsigned i = 0; i < M->width; i++) {
         into[i] = into[i] < from[i] ? from[i] : into[i];
@@ -346,42 +354,56 @@ clock_bytes(void)
     return M->width * sizeof(uint32_t);
 }
 
-/* Three clocks in one piece of memory, for what threads meet at. */
-static void
-give_clocks(clock_t32 *seen, clock_t32 *fenced, clock_t32 *read)
+/* Three clocks in one piece of memory, which begins with `seen`. */
+static clocks
+clocks_in(uint32_t *memory)
 {
-    if (M->checked && *seen == NULL) {
-        *seen = calloc(3, clock_bytes());
-        if (*seen == NULL) {
+    return (clocks){memory, memory + M->width, memory + 2 * (size_t)M->width};
+}
+
+/* For what threads meet at, on the first need. */
+static void
+give_clocks(clocks *c)
+{
+    if (M->checked && c->seen == NULL) {
+        uint32_t *memory = calloc(3, clock_bytes());
+        if (memory == NULL) {
             fault_at("no memory for a clock", M->object->kernel.run);
         }
-        *fenced = *seen + M->width;
-        *read = *fenced + M->width;
+        *c = clocks_in(memory);
+    }
+}
+
+/* What the thread does from now on is later than what others have learnt. */
+static void
+tick(fiber *f)
+{
+    if (M->checked) {
+        f->now++;
+        f->known.seen[f->id] = f->known.read[f->id] = f->now;
     }
 }
 
 /* The thread's past becomes known to whoever joins these clocks. */
 static void
-release(fiber *f, clock_t32 seen, clock_t32 fenced, clock_t32 read)
+release(fiber *f, const clocks *to)
 {
     if (M->checked) {
-        join(seen, f->seen);
-        join(fenced, f->fenced);
-        join(read, f->read);
-        f->now++;
-        f->seen[f->id] = f->read[f->id] = f->now;
+        join(to->seen, f->known.seen);
+        join(to->fenced, f->known.fenced);
+        join(to->read, f->known.read);
+        tick(f);
     }
 }
 
 static void
-acquire(fiber *f, const uint32_t *seen, const uint32_t *fenced,
-        const uint32_t *read)
+acquire(fiber *f, const clocks *from)
 {
-    if (M->checked && seen != NULL) {
-        join(f->seen, seen);
-        join(f->fenced, fenced);
-        join(f->read, read);
-        join(f->read, seen);
+    if (M->checked && from->seen != NULL) {
+        join(f->known.seen, from->seen);
+        join(f->known.fenced, from->fenced);
+        join(f->known.read, from->read);
+        join(f->known.read, from->seen);
     }
 }
 
@@ -449,8 +471,7 @@ race(const char *what, const visit *before, uint16_t who, const void *p,
 {
     say("%s: ", what);
     say_who(who);
-    say("\n  %s at <at 0x%zx>,\n  after ", does,
-        (size_t)((uintptr_t)pc - M->object->base));
+    say("\n  %s at <at 0x%x>,\n  after ", does, place_of(pc));
     say_who(before->who);
     say("\n  %s at <at 0x%x>, and nothing orders the two\n",
         before->how & TKEMU_WRITE ? "wrote the same byte"
@@ -469,8 +490,9 @@ is_ordered(const fiber *f, uint16_t who, const visit *before, bool is_write)
     if (before->who == who) {
         return true;
     }
-    const uint32_t *clock =
-        (before->how & TKEMU_WRITE) || !is_write ? f->seen : f->read;
+    const uint32_t *clock = (before->how & TKEMU_WRITE) || !is_write
+                                ? f->known.seen
+                                : f->known.read;
     return before->when <= clock[before->who];
 }
 
@@ -489,8 +511,7 @@ touch(fiber *f, uint16_t who, uint32_t when, shadow *s, unsigned how,
             say_byte(p);
             say(", by ");
             say_who(who);
-            say("\n  at <at 0x%zx>\n",
-                (size_t)((uintptr_t)pc - M->object->base));
+            say("\n  at <at 0x%x>\n", place_of(pc));
             stop();
         }
     }
@@ -499,15 +520,14 @@ touch(fiber *f, uint16_t who, uint32_t when, shadow *s, unsigned how,
             race("a race on shared memory", &s->write, who, p, does, pc);
         }
         if (proxy && s->write.who < M->n &&
-            s->write.when > f->fenced[s->write.who]) {
+            s->write.when > f->known.fenced[s->write.who]) {
             race(
                 "a fence between ordinary writes and an asynchronous operation "
                 "is missing (tk::fence_async)",
                 &s->write, who, p, does, pc);
         }
     }
-    visit now = {when, who, (uint16_t)how,
-                 (uint32_t)((uintptr_t)pc - M->object->base)};
+    visit now = {when, who, (uint16_t)how, place_of(pc)};
     if (writes) {
         for (int i = 0; i < KEPT; i++) {
             if (s->reads[i].who != NOBODY &&
@@ -523,7 +543,7 @@ touch(fiber *f, uint16_t who, uint32_t when, shadow *s, unsigned how,
     int place = (int)(M->steps % KEPT);
     for (int i = KEPT - 1; i >= 0; i--) {
         if (s->reads[i].who == NOBODY || s->reads[i].who == who ||
-            s->reads[i].when <= f->seen[s->reads[i].who]) {
+            s->reads[i].when <= f->known.seen[s->reads[i].who]) {
             place = i;
         }
     }
@@ -619,7 +639,7 @@ count(const fiber *f, const void *p, unsigned bytes, unsigned how,
       const void *pc)
 {
     const tkemu_kernel *k = &M->object->kernel;
-    tk_touch t = {.where = (uint32_t)((uintptr_t)pc - M->object->base),
+    tk_touch t = {.where = place_of(pc),
                   .address = (uint64_t)(uintptr_t)p,
                   .warp = f->warp,
                   .bytes = (uint16_t)bytes,
@@ -734,7 +754,7 @@ machine_barrier(int id, int threads, int arrive_only)
     }
     meeting *m = &b->named[id];
     int expected = threads > 0 ? threads : b->alive;
-    give_clocks(&m->seen, &m->fenced, &m->read);
+    give_clocks(&m->known);
     if (m->count > 0 && threads > 0 && m->expected != expected) {
         char what[120];
         snprintf(what, sizeof what,
@@ -744,7 +764,7 @@ machine_barrier(int id, int threads, int arrive_only)
     }
     m->expected = expected;
     m->count++;
-    release(f, m->seen, m->fenced, m->read);
+    release(f, &m->known);
     f->object = m;
     f->number = id;
     uint64_t mine = m->generation;
@@ -755,7 +775,7 @@ machine_barrier(int id, int threads, int arrive_only)
     while (m->generation == mine) {
         wait_here(ON_BARRIER, pc);
     }
-    acquire(f, m->seen, m->fenced, m->read);
+    acquire(f, &m->known);
 }
 
 static void
@@ -764,11 +784,11 @@ machine_cluster_arrive(void)
     fiber *f = M->current;
     meeting *m = &M->cluster;
 
-    give_clocks(&m->seen, &m->fenced, &m->read);
+    give_clocks(&m->known);
     f->cluster_generation = m->generation + 1;
     m->expected = M->n - M->n_done;
     m->count++;
-    release(f, m->seen, m->fenced, m->read);
+    release(f, &m->known);
     complete_meeting(m, ON_CLUSTER);
 }
 
@@ -782,7 +802,7 @@ machine_cluster_wait(void)
     while (m->generation < f->cluster_generation) {
         wait_here(ON_CLUSTER, HERE);
     }
-    acquire(f, m->seen, m->fenced, m->read);
+    acquire(f, &m->known);
 }
 
 /* --- Collectives of a warp ----------------------------------------------- */
@@ -855,23 +875,21 @@ machine_warp_sync(unsigned mask)
 
     if (gather(f, r, HERE) && M->checked) {
         /* The last to come does it for all: each learns what all know. */
-        uint32_t *all = calloc(3, clock_bytes());
-        if (all == NULL) {
-            fault_at("no memory for a clock", HERE);
-        }
+        clocks all = {NULL, NULL, NULL};
+        give_clocks(&all);
         fiber *first = f - f->head.lane;
         unsigned lanes = mask & lanes_of(f);
         for (int i = 0; i < WARP; i++) {
             if (lanes >> i & 1) {
-                release(first + i, all, all + M->width, all + 2 * M->width);
+                release(first + i, &all);
             }
         }
         for (int i = 0; i < WARP; i++) {
             if (lanes >> i & 1) {
-                acquire(first + i, all, all + M->width, all + 2 * M->width);
+                acquire(first + i, &all);
             }
         }
-        free(all);
+        free(all.seen);
     }
 }
 
@@ -906,6 +924,20 @@ machine_warpgroup(unsigned long long what)
     }
 }
 
+/* Gives a lane what each lane of the mask gave, and its own for the others;
+ * their reads are over, as far as it is concerned. */
+static void
+hand_round(fiber *first, unsigned lanes, fiber *to)
+{
+    for (int j = 0; j < WARP; j++) {
+        const fiber *from = lanes >> j & 1 ? first + j : to;
+        to->others[to->number][j] = from->given[from->number];
+        if (M->checked && to->known.read[from->id] < from->now) {
+            to->known.read[from->id] = from->now;
+        }
+    }
+}
+
 static const void *const *
 machine_exchange(int what, unsigned mask, const void *mine, unsigned bytes)
 {
@@ -918,42 +950,18 @@ machine_exchange(int what, unsigned mask, const void *mine, unsigned bytes)
     }
     rendezvous *r = meet(f, what, mask, bytes, HERE);
     memcpy(f->given[set], mine, bytes);
-    for (int i = 0; i < WARP; i++) {
-        /* Lanes may have met in other company more or less often. */
-        f->others[set][i] = NULL;
-    }
-    /* Who comes last hands the values round, before anyone goes on. */
     f->number = (int)set;
-    uint64_t generation = r->generation;
-    r->arrived |= 1u << f->head.lane;
-    f->object = r;
-    if (r->arrived == lanes) {
+    if (gather(f, r, HERE)) {
+        /* Who comes last hands the values round, before anyone goes on. */
         for (int i = 0; i < WARP; i++) {
-            for (int j = 0; (lanes >> i & 1) && j < WARP; j++) {
-                fiber *from = first + j;
-                first[i].others[first[i].number][j] =
-                    lanes >> j & 1 ? from->given[from->number]
-                                   : first[i].given[first[i].number];
-                if (M->checked && (lanes >> j & 1) &&
-                    first[i].read[from->id] < from->now) {
-                    first[i].read[from->id] = from->now;
-                }
+            if (lanes >> i & 1) {
+                hand_round(first, lanes, first + i);
             }
         }
         for (int i = 0; i < WARP; i++) {
-            if (M->checked && (lanes >> i & 1)) {
-                first[i].now++;
-                first[i].seen[first[i].id] = first[i].now;
-                first[i].read[first[i].id] = first[i].now;
+            if (lanes >> i & 1) {
+                tick(first + i);
             }
-        }
-        r->arrived = 0;
-        r->generation++;
-        wake(ON_WARP, r);
-    }
-    else {
-        while (r->generation == generation) {
-            wait_here(ON_WARP, HERE);
         }
     }
     return f->others[set];
@@ -992,23 +1000,23 @@ mbarrier_at(const void *p, bool make, int *owner, const void *pc)
     }
     *owner = at.owner;
     block *b = &M->block_of[at.owner];
-    uint32_t key =
-        1 + (uint32_t)(((const unsigned char *)p - M->shared) % STRIDE);
+    uint32_t offset =
+        (uint32_t)(((const unsigned char *)p - M->shared) % STRIDE);
     for (unsigned i = 0; i < b->n_mbarriers; i++) {
-        if (b->mbarriers[i].key == key) {
+        if (b->mbarriers[i].offset == offset) {
             return &b->mbarriers[i];
         }
     }
     if (!make) {
         return NULL;
     }
-    if (b->n_mbarriers == b->room) {
+    if (b->n_mbarriers == MBARRIERS) {
         /* Their addresses name what fibers wait for: never moved. */
         fault_at("a block has too many mbarriers", pc);
     }
     mbarrier *m = &b->mbarriers[b->n_mbarriers++];
     memset(m, 0, sizeof *m);
-    m->key = key;
+    m->offset = offset;
     return m;
 }
 
@@ -1025,18 +1033,15 @@ machine_mbarrier_init(void *p, int arrivals)
     if (m->arrivals != 0) {
         fault_at("an mbarrier is initialized again while it is in use", HERE);
     }
-    give_clocks(&m->seen, &m->fenced_clock, &m->read);
+    give_clocks(&m->known);
     m->arrivals = m->pending = arrivals;
     m->bytes = 0;
     m->phase = 0;
     m->maker = f->id;
     m->made = f->now;
     m->fenced = false;
-    m->where = (uint32_t)((uintptr_t)HERE - M->object->base);
-    if (M->checked) {
-        f->now++;
-        f->seen[f->id] = f->read[f->id] = f->now;
-    }
+    m->where = place_of(HERE);
+    tick(f);
 }
 
 static mbarrier *
@@ -1048,7 +1053,7 @@ mbarrier_used(fiber *f, const void *p, bool by_agent, const void *pc)
     if (m == NULL) {
         fault_at("an mbarrier is used that was never initialized", pc);
     }
-    if (M->checked && m->maker != f->id && m->made > f->seen[m->maker]) {
+    if (M->checked && m->maker != f->id && m->made > f->known.seen[m->maker]) {
         fault_at("an mbarrier is used, and nothing orders that after its "
                  "initialization",
                  pc);
@@ -1086,7 +1091,7 @@ machine_mbarrier_arrive(void *p, int arrivals, long expected)
         fault_at("an mbarrier expects more than 2^20 - 1 bytes", HERE);
     }
     m->pending -= arrivals;
-    release(f, m->seen, m->fenced_clock, m->read);
+    release(f, &m->known);
     settle(m);
 }
 
@@ -1104,7 +1109,7 @@ machine_mbarrier_test(void *p, int parity)
             return 0;
         }
     }
-    acquire(f, m->seen, m->fenced_clock, m->read);
+    acquire(f, &m->known);
     return 1;
 }
 
@@ -1115,12 +1120,12 @@ machine_mbarrier_wait(void *p, int parity)
     mbarrier *m = mbarrier_used(f, p, false, HERE);
 
     f->object = m;
-    f->number = (int)m->key - 1;
+    f->number = (int)m->offset;
     f->parity = parity & 1;
     while ((int)(m->phase & 1) == (parity & 1)) {
         wait_here(ON_MBARRIER, HERE);
     }
-    acquire(f, m->seen, m->fenced_clock, m->read);
+    acquire(f, &m->known);
 }
 
 static void
@@ -1137,9 +1142,8 @@ machine_fence(int what)
         }
     }
     if (what == TKEMU_FENCE_ASYNC && M->checked) {
-        join(f->fenced, f->seen);
-        f->now++;
-        f->seen[f->id] = f->read[f->id] = f->now;
+        join(f->known.fenced, f->known.seen);
+        tick(f);
     }
 }
 
@@ -1154,7 +1158,6 @@ machine_async_begin(int group)
         f->groups[group].where = HERE;
         f->groups[group].open = M->warp_of[f->warp].agent;
     }
-    M->async_op = group;
     return group;
 }
 
@@ -1179,10 +1182,10 @@ machine_async_complete(int op, void *p, long bytes)
     m->bytes -= bytes;
     if (M->checked) {
         uint32_t agent = M->warp_of[f->warp].agent;
-        m->seen[M->n + f->warp] = agent;
-        m->read[M->n + f->warp] = agent;
+        m->known.seen[M->n + f->warp] = agent;
+        m->known.read[M->n + f->warp] = agent;
         /* The issuing thread's reads are over: their values went along. */
-        join(m->read, f->read);
+        join(m->known.read, f->known.read);
     }
     settle(m);
 }
@@ -1221,9 +1224,9 @@ machine_async_wait(int group, int pending)
             (size_t)pending * sizeof(uint32_t));
     f->groups[group].n = pending;
     if (M->checked) {
-        uint32_t *seen = &f->seen[M->n + f->warp];
+        uint32_t *seen = &f->known.seen[M->n + f->warp];
         *seen = *seen < when ? when : *seen;
-        f->read[M->n + f->warp] = *seen;
+        f->known.read[M->n + f->warp] = *seen;
     }
 }
 
@@ -1309,24 +1312,12 @@ next_random(void)
     return M->random;
 }
 
-static const char *
-mbarrier_state(const fiber *f, char *room, size_t size)
-{
-    const mbarrier *m = f->object;
-    snprintf(room, size,
-             "the mbarrier at byte %d, parity %d; it is in phase %llu, %d "
-             "arrivals and %ld bytes short",
-             f->number, f->parity, (unsigned long long)m->phase, m->pending,
-             m->bytes);
-    return room;
-}
-
 static void
 say_wait(const fiber *f)
 {
-    char room[160];
     const meeting *m = f->object;
     const rendezvous *r = f->object;
+    const mbarrier *b = f->object;
 
     switch (f->kind) {
     case ON_BARRIER:
@@ -1346,7 +1337,10 @@ say_wait(const fiber *f)
             r->arrived);
         break;
     case ON_MBARRIER:
-        say("%s", mbarrier_state(f, room, sizeof room));
+        say("the mbarrier at byte %d, parity %d; it is in phase %llu, %d "
+            "arrivals and %ld bytes short",
+            f->number, f->parity, (unsigned long long)b->phase, b->pending,
+            b->bytes);
         break;
     }
     say(" at <at 0x%x>", f->where);
@@ -1402,7 +1396,7 @@ check_ends(void)
             if (m->bytes != 0) {
                 say("the block ends while an mbarrier is %ld bytes short: that "
                     "of byte %u, initialized at <at 0x%x>\n",
-                    m->bytes, m->key - 1, m->where);
+                    m->bytes, m->offset, m->where);
                 M->failed = true;
             }
         }
@@ -1447,7 +1441,7 @@ index_of(unsigned long long i, const unsigned size[3])
 static void
 free_meeting(meeting *m)
 {
-    free(m->seen);
+    free(m->known.seen);
     memset(m, 0, sizeof *m);
 }
 
@@ -1460,7 +1454,7 @@ clear_cluster(void)
             free_meeting(&o->named[i]);
         }
         for (unsigned i = 0; i < o->n_mbarriers; i++) {
-            free(o->mbarriers[i].seen);
+            free(o->mbarriers[i].known.seen);
         }
         memset(o->groups, 0, sizeof o->groups);
         o->n_mbarriers = 0;
@@ -1487,7 +1481,7 @@ run_cluster(unsigned long long first)
         memset(k->static_shared, 0xff, k->static_shared_size);
     }
     if (M->checked) {
-        memset(M->clocks, 0, 3 * clock_bytes() * (size_t)M->n);
+        memset(M->fiber_clocks, 0, 3 * clock_bytes() * (size_t)M->n);
         memset(M->shadows, 0xff, M->n_shadows * sizeof *M->shadows);
     }
     for (int i = 0; i < M->n; i++) {
@@ -1508,10 +1502,8 @@ run_cluster(unsigned long long first)
         f->head.cluster_rank = f->block;
         f->head.cluster_size = M->blocks;
         if (M->checked) {
-            f->seen = M->clocks + (size_t)(3 * i) * M->width;
-            f->fenced = f->seen + M->width;
-            f->read = f->fenced + M->width;
-            f->now = f->seen[i] = f->read[i] = 1;
+            f->known = clocks_in(M->fiber_clocks + (size_t)(3 * i) * M->width);
+            tick(f);
         }
         start_fiber(f);
     }
@@ -1525,8 +1517,6 @@ run_cluster(unsigned long long first)
 }
 
 /* --- A launch ------------------------------------------------------------ */
-
-enum { MBARRIERS = 4096 }; /* of a block, at most */
 
 static void
 free_machine(machine *m)
@@ -1548,7 +1538,7 @@ free_machine(machine *m)
         munmap(m->shared - STRIDE, (size_t)(m->blocks + 2) * STRIDE);
     }
     free(m->shadows);
-    free(m->clocks);
+    free(m->fiber_clocks);
     free(m->ready);
     free(m->message);
 }
@@ -1597,14 +1587,13 @@ fill_machine(machine *m, tk_error *err)
                 m->block_of != NULL && m->ready != NULL && m->shared != NULL &&
                 m->stacks != NULL;
     for (int b = 0; good && b < m->blocks; b++) {
-        m->block_of[b].room = MBARRIERS;
         m->block_of[b].mbarriers = calloc(MBARRIERS, sizeof(mbarrier));
         good = m->block_of[b].mbarriers != NULL;
     }
     if (good && m->checked) {
         m->shadows = malloc(m->n_shadows * sizeof *m->shadows);
-        m->clocks = calloc(3 * n, m->width * sizeof(uint32_t));
-        good = m->shadows != NULL && m->clocks != NULL;
+        m->fiber_clocks = calloc(3 * n, m->width * sizeof(uint32_t));
+        good = m->shadows != NULL && m->fiber_clocks != NULL;
     }
     return good ? 0
                 : tk_fail(err, TK_MEMORY, "no memory for the threads of %s",

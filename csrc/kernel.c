@@ -269,13 +269,35 @@ load_locked(tk_kernel *k, int device, int smem, bool large, tk_error *err)
     return 0;
 }
 
+/* Loads for a device, or for the emulator (device -1), on first need; -1 with
+ * an exception. */
+static int
+load(tk_kernel *k, int device, int smem, bool large_cluster)
+{
+    tk_error err = {0};
+    int status = 0;
+
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&k->lock);
+    if (device >= 0) {
+        status = load_locked(k, device, smem, large_cluster, &err);
+    }
+    else if (k->emulated == NULL) {
+        status = tkemu_load(&k->binary, &k->emulated, &err);
+    }
+    pthread_mutex_unlock(&k->lock);
+    Py_END_ALLOW_THREADS
+    if (status < 0) {
+        tk_raise(k->state, &err);
+    }
+    return status;
+}
+
 int
 tkkernel_function(tk_state *state, PyObject *kernel, int device, int smem,
                   int cluster_blocks, CUfunction *out)
 {
     tk_kernel *k = (tk_kernel *)kernel;
-    tk_error err = {0};
-    int status = -1;
 
     if (!PyObject_TypeCheck(kernel, state->kernel_type)) {
         PyErr_SetString(PyExc_TypeError, "a plan's kernel must be a Kernel");
@@ -287,13 +309,7 @@ tkkernel_function(tk_state *state, PyObject *kernel, int device, int smem,
                         "a device that cannot be");
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&k->lock);
-    status = load_locked(k, device, smem, cluster_blocks > 8, &err);
-    pthread_mutex_unlock(&k->lock);
-    Py_END_ALLOW_THREADS
-    if (status < 0) {
-        tk_raise(state, &err);
+    if (load(k, device, smem, cluster_blocks > 8) < 0) {
         return -1;
     }
     *out = k->functions[device];
@@ -305,8 +321,6 @@ tkkernel_emulated(tk_state *state, PyObject *kernel, tk_emulated **out,
                   int *check)
 {
     tk_kernel *k = (tk_kernel *)kernel;
-    tk_error err = {0};
-    int status = 0;
 
     if (!PyObject_TypeCheck(kernel, state->kernel_type) || k->host == 0 ||
         k->origin == NOWHERE) {
@@ -314,15 +328,7 @@ tkkernel_emulated(tk_state *state, PyObject *kernel, tk_emulated **out,
                         "a plan for the CPU takes kernels compiled for it");
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-    pthread_mutex_lock(&k->lock);
-    if (k->emulated == NULL) {
-        status = tkemu_load(&k->binary, &k->emulated, &err);
-    }
-    pthread_mutex_unlock(&k->lock);
-    Py_END_ALLOW_THREADS
-    if (status < 0) {
-        tk_raise(state, &err);
+    if (load(k, -1, 0, false) < 0) {
         return -1;
     }
     *out = k->emulated;

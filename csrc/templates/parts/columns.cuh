@@ -166,24 +166,9 @@ struct Reducer {
     int turn = 0;  // two sets of results in turn, so that one reduction's are read before they are written again
 
     // Before the first reduction, by the whole cluster.
-    TK_DEVICE void begin()
-    {
-        if constexpr (G::kCluster > 1) {
-            if (threadIdx.x == 0) {
-                tk::init(shared.gathered[0], 1);
-                tk::init(shared.gathered[1], 1);
-                tk::fence_barrier_init();
-            }
-            tk::sync_cluster();  // the barriers are initialized before a neighbour uses them
-        }
-    }
-    // After the last: no block's shared memory goes away while a neighbour's values are on their way to it.
-    TK_DEVICE void end()
-    {
-        if constexpr (G::kCluster > 1) {
-            tk::sync_cluster();
-        }
-    }
+    TK_DEVICE void begin() { row::begin_exchange<G::kCluster>(shared.gathered); }
+    // After the last.
+    TK_DEVICE void end() { row::end_exchange<G::kCluster>(); }
 
     template <class Op>
     TK_DEVICE void operator()(Acc (&v)[G::kVec], Op op)

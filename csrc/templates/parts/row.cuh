@@ -213,6 +213,28 @@ struct Tile {
     tk::Vec<T, G::kVec> v[G::kVecs];
 };
 
+// Before the blocks of a cluster send each other values that are counted at `gathered`, by all of them.
+template <int kCluster>
+TK_DEVICE void begin_exchange(tk::Barrier (&gathered)[2])
+{
+    if constexpr (kCluster > 1) {
+        if (threadIdx.x == 0) {
+            tk::init(gathered[0], 1);
+            tk::init(gathered[1], 1);
+            tk::fence_barrier_init();
+        }
+        tk::sync_cluster();  // the barriers are initialized before a neighbour uses them
+    }
+}
+// After the last: no block's shared memory goes away while a neighbour's values are on their way to it.
+template <int kCluster>
+TK_DEVICE void end_exchange()
+{
+    if constexpr (kCluster > 1) {
+        tk::sync_cluster();
+    }
+}
+
 // Reads rows, one after another.
 template <class G, int kDims, int kTensors, class Value>
 struct Reader {
@@ -267,23 +289,11 @@ struct Reader {
             }
             phase = 0;
         }
-        if constexpr (G::kCluster > 1) {
-            if (threadIdx.x == 0) {
-                tk::init(shared.gathered[0], 1);
-                tk::init(shared.gathered[1], 1);
-                tk::fence_barrier_init();
-            }
-            tk::sync_cluster();  // the barriers are initialized before a neighbour uses them
-        }
+        begin_exchange<G::kCluster>(shared.gathered);
     }
 
-    // After the last row: no block's shared memory goes away while a neighbour's values are on their way to it.
-    TK_DEVICE void end()
-    {
-        if constexpr (G::kCluster > 1) {
-            tk::sync_cluster();
-        }
-    }
+    // After the last row.
+    TK_DEVICE void end() { end_exchange<G::kCluster>(); }
 
     // Starts the copies of the warp's next chunk to the place `stage`, which all its lanes are done with.
     TK_DEVICE void fetch()

@@ -380,7 +380,7 @@ def softmax(input: Tensor, dim: int = -1, dtype: torch.dtype | None = None, *, o
         TypeError: ``input`` isn't a tensor.
         NotImplementedError: ``input`` is integer, bool, complex or float8 and ``dtype`` is not given.
         RuntimeError: ``out`` has another dtype or device, or overlaps itself.
-        DeviceError: ``input`` is not on a CUDA device.
+        DeviceError: ``input`` is on the CPU and no C++ compiler is there for the emulator, or on a device of another kind.
 
     Same as ``torch.softmax``. Forward and backward are one kernel each; the backward keeps the result only.
     """
