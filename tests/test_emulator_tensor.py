@@ -105,15 +105,15 @@ class Case:
         return out
 
 
-def drawn(rank: int, seed: int, whole: bool = False) -> Case:
-    """A random case of so many dimensions; whole: the tensor's rows are multiples of 16 bytes."""
+def drawn(rank: int, seed: int, stored: bool = False) -> Case:
+    """A random case of so many dimensions; stored: rows of multiples of 16 bytes, and a box that begins inside."""
     r = random.Random(f"{rank} {seed}")
     dtype = r.choice(DTYPES)
     size = dtype.itemsize
     swizzle = r.choice((0, 32, 64, 128))
     row = swizzle or r.choice((16, 16 * r.randint(1, min(16, 16 * size))))
     dims = (r.randint(1, 2 * row // size + 3), *(r.randint(1, 9) for _ in range(rank - 1)))
-    dims = (-(-dims[0] * size // 16) * 16 // size if whole else dims[0], *dims[1:])
+    dims = (-(-dims[0] * size // 16) * 16 // size if stored else dims[0], *dims[1:])
     # Any dimension but the first may be the next to lie outside those before.
     strides, step = [0] * (rank - 1), -(-dims[0] * size // 16) * 16 + 16 * r.randint(0, 2)
     for i in r.sample(range(1, rank), rank - 1):
@@ -124,6 +124,7 @@ def drawn(rank: int, seed: int, whole: bool = False) -> Case:
     steps = (1, *(r.choice((1, 1, 2, 3, 8)) for _ in range(rank - 1))) if r.random() < 0.4 else ()
     at = tuple(r.choice((0, 1, -1, r.randint(-n, size + 2), r.randint(-3, 3))) for n, size in zip(box, dims))
     at = (at[0] * size // 16 * 16 // size, *at[1:])
+    at = tuple(max(x, 0) for x in at) if stored else at
     return Case(
         dtype, dims, tuple(strides), box, at, steps, swizzle, r.choice((0, 64, 128, 256)), offset=128 * r.randint(0, 9)
     )
@@ -224,7 +225,7 @@ def store(
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("rank", (1, 2, 3, 4, 5))
 def test_store(place: str, rank: int, seed: int) -> None:
-    case = drawn(rank, 200 + seed, whole=True)
+    case = drawn(rank, 200 + seed, stored=True)
     memory, box = memory_of(case, seed), np.random.default_rng(seed).integers(0, 256, case.bytes, np.uint8)
     expected = memory.copy()
     for tensor, shared in zip(*case.pairs()):
@@ -243,7 +244,7 @@ def numbers(rng: np.random.Generator, bytes: int, dtype: torch.dtype) -> torch.T
 @pytest.mark.parametrize("rank", (1, 2, 3, 4, 5))
 def test_tensor_reduce_add(place: str, rank: int, dtype: torch.dtype) -> None:
     seed = 300 + list(CTYPES).index(dtype)
-    case = drawn(rank, seed, whole=True)
+    case = drawn(rank, seed, stored=True)
     # The same bytes, or fewer, as elements of this type.
     wide, row = (n * case.itemsize // dtype.itemsize for n in (case.dims[0], case.box[0]))
     at = (case.at[0] * case.itemsize // dtype.itemsize, *case.at[1:])
@@ -466,6 +467,8 @@ def test_fault_of_another_rank() -> None:
 def test_faults_of_stores() -> None:
     case = Case(torch.float16, (64, 8), (128,), (64, 4), (0, 0))
     memory, box = memory_of(case), np.zeros(case.bytes, np.uint8)
+    for at in ((-8, 0), (0, -1)):
+        found("coordinate of a stored box is negative", store, case=replace(case, at=at), memory=memory, shared=box)
     found("not whole pieces of 16", store, case=replace(case, dims=(60, 8)), memory=memory, shared=box)
     found("fence_async", store, case=case, memory=memory, shared=box, fenced=False)
     found("outside every tensor", store, case=replace(case, dims=(64, 64), at=(0, 9)), memory=memory, shared=box)

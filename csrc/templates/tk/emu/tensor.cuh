@@ -149,6 +149,11 @@ template <class Put>
 TK_DEVICE void drain_box(const unsigned char* from, const Box& b, Put put)
 {
     unsigned char row[kRowBytes];
+    for (int i = 0; i < b.m.rank; ++i) {
+        if (b.at[i] < 0) {
+            tkemu::machine->fault("a coordinate of a stored box is negative");
+        }
+    }
     const int op = tkemu::machine->async_begin(TKEMU_BULK);
     for (unsigned i = 0; i < b.rows; ++i) {
         const BoxRow r = b.row(i);
