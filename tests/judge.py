@@ -68,12 +68,14 @@ def check(
     label: str = "",
     dim: int | None = None,
     scale: Callable[[Answer, Sequence[Tensor]], Tensor] | None = None,
+    slack: tuple[float, float] = (1.0, 1.0),
 ) -> Answer:
     """Outputs and gradients of ``public`` are close to float64's, held to torch's own error on dense copies.
 
     Args:
         dim: For the outputs' closeness; see tkjit.testing.error.
         scale: For the gradients' closeness: (float64's answer, upstream gradients) -> the size of the terms that cancel.
+        slack: Of the outputs and of the gradients: see tkjit.testing.closeness.
 
     Returns:
         What ``public`` answered.
@@ -86,10 +88,10 @@ def check(
     want = answer(reference, mapped(Tensor.double, dense), wide, wide_grads)
     got = answer(public, args, kwargs, grads)
     for i, result in enumerate(got.outputs):
-        assert_close(result, want.outputs[i], own.outputs[i], dim=dim, label=f"{label}, output {i}")
+        assert_close(result, want.outputs[i], own.outputs[i], dim=dim, slack=slack[0], label=f"{label}, output {i}")
     for i, result in enumerate(got.gradients):
         size = scale(want, wide_grads) if scale else _size(want.gradients[i], wide_grads)
-        assert_close(result, want.gradients[i], own.gradients[i], scale=size, label=f"{label}, gradient {i}")
+        assert_close(result, want.gradients[i], own.gradients[i], scale=size, slack=slack[1], label=f"{label}, gradient {i}")
     return got
 
 

@@ -52,7 +52,7 @@ def test_samples(op: OpCases, arch: str, dtype: torch.dtype) -> None:
     with emulating(arch):
         for sample in op.samples("cpu", dtype):
             if max((a.numel() for a in sample.args if isinstance(a, Tensor)), default=0) <= 1 << 16:
-                check(op.public, op.reference, sample.args, sample.kwargs, label=sample.label)
+                check(op.public, op.reference, sample.args, sample.kwargs, slack=op.slack, label=sample.label)
 
 
 # Rows: of a part of a warp, of a warp, several, a cluster; whole vectors and not, forward and backward.

@@ -15,12 +15,14 @@ from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchErro
 if TYPE_CHECKING:
     from . import cache
     from ._warmup import warmup
+    from .ops.attention import scaled_dot_product_attention
     from .ops.softmax import log_softmax, softmax
 
 # name -> the module that holds it
 _LAZY = {
     "cache": "cache",
     "log_softmax": "ops.softmax",
+    "scaled_dot_product_attention": "ops.attention",
     "softmax": "ops.softmax",
     "warmup": "_warmup",
 }
@@ -34,6 +36,7 @@ __all__ = [
     "__version__",
     "cache",
     "log_softmax",
+    "scaled_dot_product_attention",
     "softmax",
     "warmup",
 ]

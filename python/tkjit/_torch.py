@@ -34,7 +34,7 @@ class Op:
         library: The ``torch.ops`` entry: for dispatch modes, fake and meta tensors.
         fallback: torch's own function: for transforms, forward-mode AD and layouts that are torch's business.
         autocast: Arguments -> arguments as torch's autocast would make them.
-        dtypes: What the kernels take.
+        dtypes: What the kernels take, where others are a NotImplementedError; None: the planner and the fake function refuse.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Op:
     library: Callable[..., Any]
     fallback: Callable[..., Any]
     autocast: Callable[..., tuple]
-    dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64")
+    dtypes: tuple[str, ...] | None = ("float16", "bfloat16", "float32", "float64")
 
 
 def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callable[..., Op]) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ def _plain(arg: Any) -> Any:
 
 
 def _check(op: Op, tensors: list[Tensor]) -> None:
-    for tensor in tensors:
+    for tensor in tensors if op.dtypes is not None else ():
         require_dtype(op.name, str(tensor.dtype).removeprefix("torch."), op.dtypes)
 
 

@@ -38,6 +38,7 @@ TK_DEVICE float exp(float v)
 template <bool kPrecise>
 TK_DEVICE double exp(double v) { return ::exp(v); }
 
+TK_DEVICE double exp2(double v) { return ::exp2(v); }
 TK_DEVICE double reciprocal(double v) { return 1.0 / v; }
 
 // Natural logarithm, within 2 ulp.

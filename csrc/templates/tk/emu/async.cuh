@@ -59,6 +59,19 @@ TK_DEVICE void copy_async(void* to, const void* from)
     tkemu::machine->async_access(op, to, kBytes, TKEMU_WRITE);
     tkemu::machine->copy(to, from, kBytes);
 }
+template <int kBytes>
+TK_DEVICE void copy_async_or_zero(void* to, const void* from, bool there)
+{
+    if (there) {
+        copy_async<kBytes>(to, from);
+        return;
+    }
+    tkemu::machine->aligned(to, kBytes);
+    const int op = tkemu::machine->async_begin(TKEMU_COPIES);
+    tkemu::machine->async_access(op, to, kBytes, TKEMU_WRITE);
+    const Words<kBytes> zeros{};
+    tkemu::machine->copy(to, &zeros, kBytes);
+}
 TK_DEVICE void copy_commit() { tkemu::machine->async_commit(TKEMU_COPIES); }
 template <int kPending>
 TK_DEVICE void copy_wait() { tkemu::machine->async_wait(TKEMU_COPIES, kPending); }

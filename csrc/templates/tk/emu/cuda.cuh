@@ -73,6 +73,9 @@ TKEMU_INLINE float __logf(float v) { return logf(v); }
 
 TKEMU_INLINE void __syncthreads() { tkemu::machine->barrier(0, 0, 0); }
 TKEMU_INLINE void __syncwarp(unsigned mask = 0xffffffffu) { tkemu::machine->warp_sync(mask); }
+// The lanes that happen to be here together, of which CUDA promises the caller alone; so that is who is here, and code that
+// counts on others shows its fault.
+TKEMU_INLINE unsigned __activemask() { return 1u << tkemu::self->lane; }
 TKEMU_INLINE void __trap() { tkemu::machine->fault("__trap()"); }
 
 template <class T>

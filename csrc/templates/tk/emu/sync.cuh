@@ -9,6 +9,11 @@ TK_DEVICE double shuffle_xor(double v, int mask) { return __shfl_xor_sync(0xffff
 template <int kWidth>
 TK_DEVICE uint32_t shuffle(uint32_t v, int from) { return __shfl_sync(0xffffffffu, v, from, kWidth); }
 
+template <int kWidth>
+TK_DEVICE float shuffle(float v, int from) { return __shfl_sync(0xffffffffu, v, from, kWidth); }
+template <int kWidth>
+TK_DEVICE double shuffle(double v, int from) { return __shfl_sync(0xffffffffu, v, from, kWidth); }
+
 TK_DEVICE int sum_lanes(int v) { return __reduce_add_sync(0xffffffffu, v); }
 
 TK_DEVICE void sync_warp() { __syncwarp(); }

@@ -126,6 +126,23 @@ TK_DEVICE void copy_async(void* to, const void* from)
     *static_cast<Words<kBytes>*>(to) = load_global<kBytes>(from);
 #endif
 }
+// The same, or, where nothing is there, zeros: `from` is not read then.
+template <int kBytes>
+TK_DEVICE void copy_async_or_zero(void* to, const void* from, bool there)
+{
+#if __CUDA_ARCH__ >= 800
+    const int bytes = there ? kBytes : 0;
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;"
+                     :: "r"(shared_address(to)), "l"(from), "n"(kBytes), "r"(bytes) : "memory");
+    }
+#else
+    *static_cast<Words<kBytes>*>(to) = there ? load_global<kBytes>(from) : Words<kBytes>{};
+#endif
+}
 // Makes a group of this thread's copy_async since the last commit; it may be empty.
 TK_DEVICE void copy_commit()
 {

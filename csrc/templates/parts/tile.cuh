@@ -1,0 +1,347 @@
+// Tiles of matrices: from global to shared memory, and their products with sums in registers.
+//
+// Two products are all that attention is made of, and in both each thread keeps its rows of the sums:
+//     nt   c[m, n] += sum over k of a[m, k] * b[n, k]      both operands in shared memory, k their last dimension
+//     rn   c[m, n] += sum over k of p[m, k] * b[k, n]      p is what nt left in registers, b's last dimension is n
+// An engine computes them: Tensor16 on the tensor cores (f16, bf16), Scalar by multiply-adds (float, double). Of the sums of
+// kM rows and kN columns a thread holds c[i][j], i < kRows, j < kN / kLanes: row(i), column(j) of the block's tile. A row lies
+// in kLanes neighbouring lanes. Both products are called by all threads of the block.
+#pragma once
+#include "tk/mma.cuh"
+
+namespace tile {
+
+// Rows in shared memory, 16 bytes further apart than they are long: so 8 rows' pieces of 16 bytes lie in different banks.
+template <class T, int kTheRows, int kTheCols>
+struct Tile {
+    static constexpr int kRows = kTheRows, kCols = kTheCols, kPitch = kCols * int(sizeof(T)) + 16;
+    static_assert(kCols * sizeof(T) % 32 == 0, "an odd number of pieces a row");
+    alignas(16) char bytes[kRows * kPitch];
+
+    TK_DEVICE T* row(int r) { return reinterpret_cast<T*>(bytes + r * kPitch); }
+    TK_DEVICE const T* row(int r) const { return reinterpret_cast<const T*>(bytes + r * kPitch); }
+};
+
+// A matrix in global memory, of which a block reads the rows from `first` on.
+template <class T>
+struct Matrix {
+    const T* p;
+    int64_t row_stride, col_stride;
+    int rows, cols;
+};
+
+// Starts to fill a tile with rows first, first + 1, ... of a matrix, and zeros where it has none; done after the copy_wait that
+// covers it and a barrier. kVector: rows and their strides are multiples of 16 bytes, and the columns lie side by side.
+template <int kThreads, bool kVector, class T, int kRows, int kCols>
+TK_DEVICE void load(Tile<T, kRows, kCols>& t, const Matrix<T>& m, int first)
+{
+    constexpr int kVec = kVector ? 16 / int(sizeof(T)) : 1, kPieces = kCols / kVec;
+    auto piece = [&](int row, int col, const T* from) {
+        const bool there = first + row < m.rows && col < m.cols;
+        if constexpr (kVector) {
+            tk::copy_async_or_zero<16>(t.row(row) + col, there ? from : m.p, there);
+        } else {
+            t.row(row)[col] = there ? *from : T{};
+        }
+    };
+    if constexpr (kThreads % kPieces == 0) {
+        // A thread stays in its column, so that the next address is one addition.
+        constexpr int kStep = kThreads / kPieces;
+        const int col = int(threadIdx.x) % kPieces * kVec;
+        int row = int(threadIdx.x) / kPieces;
+        const T* from = m.p + int64_t(first + row) * m.row_stride + col * m.col_stride;
+        for (; row < kRows; row += kStep, from += kStep * m.row_stride) {
+            piece(row, col, from);
+        }
+    } else {
+        for (int i = int(threadIdx.x); i < kRows * kPieces; i += kThreads) {
+            const int row = i / kPieces, col = i % kPieces * kVec;
+            piece(row, col, m.p + int64_t(first + row) * m.row_stride + col * m.col_stride);
+        }
+    }
+}
+
+// ---- the tensor cores, of two-byte types ---------------------------------------------------------------------------
+//
+// A warp's part: kTiles tiles of 16 rows, kN columns. Of its sums a lane holds c[2t + h][j]: row 16t + 8h + lane / 4, column
+// 8 (j / 2) + 2 (lane % 4) + j % 2.
+
+template <class T, int kTiles, int kN>
+struct Warp {
+    static_assert(kTiles > 0 && kN > 0 && kN % 16 == 0);
+    static constexpr int kRows = 2 * kTiles, kCols = kN / 4;
+    static constexpr bool kPairs = true;  // a lane's columns are neighbours two by two
+    using Sums = float[kRows][kCols];
+
+    TK_DEVICE static int row(int i) { return i / 2 * 16 + i % 2 * 8 + tk::lane() / 4; }
+    TK_DEVICE static int column(int j) { return j / 2 * 8 + tk::lane() % 4 * 2 + j % 2; }
+
+    // c[m, n] += sum over k of a[first_row + m, k] * b[first_col + n, k]
+    template <int kK, class A, class B>
+    TK_DEVICE static void nt(Sums& c, const A& a, int first_row, const B& b, int first_col)
+    {
+        const int lane = tk::lane();
+        const char* a_row = reinterpret_cast<const char*>(a.row(first_row + lane % 16)) + lane / 16 * 16;
+        const char* b_row = reinterpret_cast<const char*>(b.row(first_col + lane / 16 * 8 + lane % 8)) + lane / 8 % 2 * 16;
+#pragma unroll
+        for (int k = 0; k < kK / 16; ++k) {
+            tk::Words<16> fa[kTiles];
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) {
+                fa[m] = tk::ldmatrix<4>(a_row + m * 16 * A::kPitch + k * 32);
+            }
+#pragma unroll
+            for (int n = 0; n < kN / 16; ++n) {
+                multiply(c, fa, tk::ldmatrix<4>(b_row + n * 16 * B::kPitch + k * 32), n);
+            }
+        }
+    }
+
+    // c[m, n] += sum over k of p[m, k] * b[k, first_col + n], p sums of an earlier product
+    template <int kK, class B>
+    TK_DEVICE static void rn(Sums& c, const float (&p)[kRows][kK / 4], const B& b, int first_col)
+    {
+        const char* b_row = transposed(b, first_col);
+#pragma unroll
+        for (int k = 0; k < kK / 16; ++k) {
+            tk::Words<16> fa[kTiles];
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) {
+                // Two neighbours of the sums, packed, are a fragment A.
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const auto& pr = p[2 * m + w % 2];
+                    fa[m].w[w] = tk::pack2(pr[4 * k + w / 2 * 2], pr[4 * k + w / 2 * 2 + 1], T{});
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < kN / 16; ++n) {
+                multiply(c, fa, tk::ldmatrix<4, true>(b_row + k * 16 * B::kPitch + n * 32), n);
+            }
+        }
+    }
+
+    // c[m, n] += sum over k of a[first_row + m, k] * b[k, first_col + n]; kTransposed: of a[k, first_row + m]
+    template <int kK, bool kTransposed, class A, class B>
+    TK_DEVICE static void nn(Sums& c, const A& a, int first_row, const B& b, int first_col)
+    {
+        const int lane = tk::lane();
+        const char* b_row = transposed(b, first_col);
+        const char* a_row = kTransposed
+            ? reinterpret_cast<const char*>(a.row(lane / 16 * 8 + lane % 8) + first_row) + lane / 8 % 2 * 16
+            : reinterpret_cast<const char*>(a.row(first_row + lane % 16)) + lane / 16 * 16;
+#pragma unroll
+        for (int k = 0; k < kK / 16; ++k) {
+            tk::Words<16> fa[kTiles];
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) {
+                fa[m] = kTransposed ? tk::ldmatrix<4, true>(a_row + k * 16 * A::kPitch + m * 32)
+                                    : tk::ldmatrix<4>(a_row + m * 16 * A::kPitch + k * 32);
+            }
+#pragma unroll
+            for (int n = 0; n < kN / 16; ++n) {
+                multiply(c, fa, tk::ldmatrix<4, true>(b_row + k * 16 * B::kPitch + n * 32), n);
+            }
+        }
+    }
+
+private:
+    // Where a lane reads fragments B of b's columns from first_col on, of which k are the rows.
+    template <class B>
+    TK_DEVICE static const char* transposed(const B& b, int first_col)
+    {
+        const int lane = tk::lane();
+        return reinterpret_cast<const char*>(b.row(lane / 8 % 2 * 8 + lane % 8) + first_col) + lane / 16 * 16;
+    }
+
+    // Columns 16n to 16n + 15 of all rows.
+    TK_DEVICE static void multiply(Sums& c, const tk::Words<16> (&fa)[kTiles], const tk::Words<16>& fb, int n)
+    {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const tk::Words<8> b{{fb.w[2 * half], fb.w[2 * half + 1]}};
+            const int j = 4 * n + 2 * half;
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) {
+                float d[4] = {c[2 * m][j], c[2 * m][j + 1], c[2 * m + 1][j], c[2 * m + 1][j + 1]};
+                tk::mma<T>(d, fa[m], b);
+                c[2 * m][j] = d[0];
+                c[2 * m][j + 1] = d[1];
+                c[2 * m + 1][j] = d[2];
+                c[2 * m + 1][j + 1] = d[3];
+            }
+        }
+    }
+};
+
+// Each warp has 16 * kTiles of the block's rows, and all its columns.
+template <class T_, int kWarps, int kTiles>
+struct Tensor16 {
+    using T = T_;
+    using Acc = float;
+    static constexpr int kThreads = 32 * kWarps, kM = 16 * kTiles * kWarps, kRows = 2 * kTiles, kLanes = 4;
+    static constexpr bool kPairs = true;
+
+    TK_DEVICE static int first_row() { return int(threadIdx.x) / 32 * 16 * kTiles; }
+    TK_DEVICE static int row(int i) { return first_row() + Warp<T, kTiles, 16>::row(i); }
+    TK_DEVICE static int column(int j) { return Warp<T, kTiles, 16>::column(j); }
+
+    template <int kN, int kK, class A, class B>
+    TK_DEVICE static void nt(Acc (&c)[kRows][kN / kLanes], const A& a, const B& b)
+    {
+        Warp<T, kTiles, kN>::template nt<kK>(c, a, first_row(), b, 0);
+    }
+    // Of b's columns those from `first` on.
+    template <int kN, int kK, class B>
+    TK_DEVICE static void rn(Acc (&c)[kRows][kN / kLanes], const Acc (&p)[kRows][kK / kLanes], const B& b, int first = 0)
+    {
+        Warp<T, kTiles, kN>::template rn<kK>(c, p, b, first);
+    }
+};
+
+// ---- multiply-adds, of float and double ----------------------------------------------------------------------------
+
+// Half a warp a row; each thread has kTheRows rows and every 16th column.
+template <class T_, int kWarps, int kTheRows>
+struct Scalar {
+    using T = T_;
+    using Acc = T_;
+    static constexpr int kThreads = 32 * kWarps, kRows = kTheRows, kM = 2 * kWarps * kRows, kLanes = 16;
+    static constexpr bool kPairs = false;
+
+    TK_DEVICE static int row(int i) { return int(threadIdx.x) / 16 * kRows + i; }
+    TK_DEVICE static int column(int j) { return tk::lane() % 16 + 16 * j; }
+
+    template <int kN, int kK, class A, class B>
+    TK_DEVICE static void nt(Acc (&c)[kRows][kN / kLanes], const A& a, const B& b)
+    {
+        constexpr int kVec = 16 / int(sizeof(T));
+        using V = tk::Vec<T, kVec>;
+#pragma unroll 2
+        for (int k = 0; k < kK; k += kVec) {
+            Acc x[kRows][kVec];
+#pragma unroll
+            for (int i = 0; i < kRows; ++i) {
+                V{tk::load_shared<16>(a.row(row(i)) + k)}.unpack(x[i]);
+            }
+#pragma unroll
+            for (int j = 0; j < kN / kLanes; ++j) {
+                Acc y[kVec];
+                V{tk::load_shared<16>(b.row(column(j)) + k)}.unpack(y);
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+                    for (int v = 0; v < kVec; ++v) {
+                        c[i][j] += x[i][v] * y[v];
+                    }
+                }
+            }
+        }
+    }
+
+    template <int kN, int kK, class B>
+    TK_DEVICE static void rn(Acc (&c)[kRows][kN / kLanes], const Acc (&p)[kRows][kK / kLanes], const B& b, int first = 0)
+    {
+#pragma unroll
+        for (int k0 = 0; k0 < kK / kLanes; ++k0) {
+#pragma unroll 2
+            for (int k1 = 0; k1 < kLanes; ++k1) {
+                Acc x[kRows];
+#pragma unroll
+                for (int i = 0; i < kRows; ++i) {
+                    x[i] = tk::shuffle<kLanes>(p[i][k0], k1);
+                }
+#pragma unroll
+                for (int j = 0; j < kN / kLanes; ++j) {
+                    const Acc y = tk::to_acc(b.row(k0 * kLanes + k1)[first + column(j)]);
+#pragma unroll
+                    for (int i = 0; i < kRows; ++i) {
+                        c[i][j] += x[i] * y;
+                    }
+                }
+            }
+        }
+    }
+};
+
+// ---- rows of sums --------------------------------------------------------------------------------------------------
+
+template <int kLanes, class Acc, class Op>
+TK_DEVICE Acc across(Acc v, Op op)
+{
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) {
+        v = op(v, tk::shuffle_xor(v, mask));
+    }
+    return v;
+}
+
+template <class Acc, int kRows, int kCols>
+TK_DEVICE void fill(Acc (&c)[kRows][kCols], Acc value)
+{
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+            c[i][j] = value;
+        }
+    }
+}
+
+template <class Acc, int kRows, int kCols>
+TK_DEVICE void copy(Acc (&to)[kRows][kCols], const Acc (&from)[kRows][kCols])
+{
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+            to[i][j] = from[i][j];
+        }
+    }
+}
+
+// Stores the sums that lie within rows x cols, times the factor of their row.
+template <class W, class T, class Acc, int kRows, int kCols, class Factor>
+TK_DEVICE void store_rows(T* to, int64_t row_stride, const Acc (&c)[kRows][kCols], Factor factor, int rows, int cols)
+{
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        if (W::row(i) >= rows) {
+            continue;
+        }
+        T* row = to + W::row(i) * row_stride;
+        const Acc f = factor(i);
+        if constexpr (sizeof(T) == 2 && W::kPairs) {
+            if (cols % 2 == 0 && (reinterpret_cast<uint64_t>(row) & 3) == 0) {  // an even column and its neighbour in a word
+#pragma unroll
+                for (int j = 0; j < kCols; j += 2) {
+                    if (W::column(j) < cols) {
+                        tk::store_global<4>(row + W::column(j), tk::Words<4>{{tk::pack2(c[i][j] * f, c[i][j + 1] * f, T{})}});
+                    }
+                }
+                continue;
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+            if (W::column(j) < cols) {
+                row[W::column(j)] = tk::from_acc<T>(c[i][j] * f);
+            }
+        }
+    }
+}
+
+// Of an engine's sums; of a warp's.
+template <class E, class T, int kCols>
+TK_DEVICE void store(T* to, int64_t row_stride, const typename E::Acc (&c)[E::kRows][kCols],
+                     const typename E::Acc (&factor)[E::kRows], int rows, int cols)
+{
+    store_rows<E>(to, row_stride, c, [&](int i) { return factor[i]; }, rows, cols);
+}
+template <class W, class T>
+TK_DEVICE void store_part(T* to, int64_t row_stride, const typename W::Sums& c, float factor, int rows, int cols)
+{
+    store_rows<W>(to, row_stride, c, [&](int) { return factor; }, rows, cols);
+}
+
+}  // namespace tile

@@ -1,0 +1,888 @@
+"""scaled_dot_product_attention and its gradients.
+
+    t = scale * q k^T (+ mask)        p = softmax(t)        o = dropout(p) v
+    dv = dropout(p)^T do              ds = p * (dropout(do v^T) - sum(do * o))
+    dq = scale * ds k                 dk = scale * ds^T q                            dmask = ds
+
+A kernel walks over tiles of keys with the softmax online, so that nothing of the scores' size is ever in memory
+(csrc/templates/attention.cuh). Tri Dao, "FlashAttention-2: faster attention with better parallelism and work partitioning",
+2023. What has no kernel (head dims above 512, second derivatives) is computed by torch's own composite, and is right too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from .._device import Device, device_of
+from .._library import define
+from .._plan import Spec, f64, i32, i64, plan, planned, scratch, struct, u32
+from .._rows import DTYPES, ITEMSIZE, ceil_div
+from .._template import CTYPES, template
+from .._torch import Op, compiling, routed
+from ..testing import BenchCase, DTYPE_NAMES, Sample, op_cases
+
+MAX_HEAD_DIM = 512
+
+# torch.nn.functional's, whose name there may lead to ours: see tkjit.attention.enable.
+_torchs = torch._C._nn.scaled_dot_product_attention
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+# The widths that a kernel is compiled for: columns beyond the head's are zeros. Above 256 a block computes some of the output's.
+_WIDTHS = (32, 64, 96, 128, 192, 256, 512)
+
+
+def _width(d: int) -> int:
+    return next(width for width in _WIDTHS if d <= width)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's tiles: see attention.cuh.
+
+    Attributes:
+        step: Rows of the tiles that a block walks over: keys, of bwd_dkv queries.
+        warps: Of a block.
+        tiles: Of a warp, 16 rows each; for the types without tensor cores rows of a thread.
+        out: Columns of its output that a block computes.
+    """
+
+    step: int
+    warps: int
+    tiles: int
+    out: int
+
+    def rows(self, size: int) -> int:
+        """That a block keeps: queries, of bwd_dkv keys."""
+        return (16 if size == 2 else 2) * self.warps * self.tiles
+
+    def columns(self, width: int) -> int:
+        """Of a width that blocks share: the most up to ``out`` that divide it."""
+        return next(n for n in range(min(self.out, width), 0, -16) if width % n == 0)
+
+    def shared_bytes(self, kernel: str, size: int, kd: int, kdv: int) -> int:
+        """sizeof of the kernel's Shared, or a little more."""
+        rows, acc = self.rows(size), max(size, 4)
+
+        def tile(n: int, cols: int) -> int:
+            return n * (cols * size + 16)
+
+        if kernel == "fwd":
+            return tile(rows + self.step, kd) + tile(self.step, self.columns(kdv))
+        kept = self.step if kernel == "bwd_dkv" else rows
+        total = tile(rows + self.step, kd) + tile(rows + self.step, kdv) + 3 * kept * acc + 16
+        return total + (rows * (self.step + 1) * acc if kernel == "bwd_dmask" else 0)
+
+    @classmethod
+    def pick(cls, kernel: str, size: int, kd: int, kdv: int, rows: int, device: Device) -> Config:
+        """The first that the device has shared memory for."""
+        width = max(kd, kdv)
+        for most, *choices in _TILES[kernel, size]:
+            if width > most:
+                continue
+            for step, warps, tiles, out in choices:
+                c = cls(step, warps, tiles, out)
+                # A block of more rows than there are, by half or more, is the next one's work.
+                if c.rows(size) >= 2 * rows and c.warps > 1 and c.rows(size) > 16 and (step, warps, tiles, out) != choices[-1]:
+                    continue
+                if c.shared_bytes(kernel, size, kd, kdv) <= device.smem_block:
+                    return c
+        raise NotImplementedError(
+            f"scaled_dot_product_attention: {device.arch} has too little shared memory for {size}-byte heads of {width}"
+        )
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """The tiles of attention::bwd."""
+
+    BLOCK_M: int  # queries of a step
+    BLOCK_N: int  # keys of a block
+    warps: int
+    across: int  # warps that share rows of dk and dv
+    stages: int  # steps whose queries there is room for
+
+    def shared_bytes(self, kd: int, kdv: int) -> int:
+        m, n = self.BLOCK_M, self.BLOCK_N
+        stage = 2 * m * (kd + kdv) + 32 * m + 12 * m + 16
+        return 2 * n * (kd + kdv) + 32 * n + 2 * n * (2 * m + 16) + self.stages * stage
+
+    @classmethod
+    def pick(cls, kd: int, kdv: int, device: Device) -> FusedConfig | None:
+        """None where the two gradients have no room in registers or shared memory."""
+        width = max(kd, kdv)
+        for most, *choices in _FUSED:
+            for c in (cls(*choice) for choice in choices):
+                columns = 16 * c.across
+                whole = kd % columns == 0 and kdv % columns == 0 and kd * c.BLOCK_M // 16 % (16 * c.warps) == 0
+                if width <= most and whole and c.shared_bytes(kd, kdv) <= device.smem_block:
+                    return c
+        return None
+
+
+_FUSED: list[tuple[Any, ...]] = [
+    (64, (64, 128, 4, 1, 1), (64, 64, 4, 1, 1)),
+    (128, (64, 128, 8, 2, 2), (64, 128, 8, 2, 1), (64, 64, 8, 2, 1), (32, 64, 4, 1, 1)),
+    (256, (64, 64, 8, 4, 2), (64, 64, 8, 4, 1), (32, 64, 8, 2, 1)),
+]
+
+# (step, warps, tiles, columns of the output) by the kernel, the bytes of an element and the wider of the two heads.
+_TILES: dict[tuple[str, int], list[tuple[Any, ...]]] = {
+    ("fwd", 2): [
+        (64, (128, 4, 2, 64), (64, 4, 1, 64), (32, 1, 1, 64)),
+        (128, (64, 4, 2, 128), (64, 4, 1, 128), (32, 1, 1, 128)),
+        (256, (64, 4, 1, 256), (32, 4, 1, 256), (32, 1, 1, 256)),
+        (512, (32, 4, 1, 256), (32, 2, 1, 256), (16, 1, 1, 256)),
+    ],
+    ("fwd", 4): [
+        (64, (64, 8, 4, 64), (32, 4, 2, 64)),
+        (128, (32, 8, 4, 128), (32, 4, 2, 128)),
+        (256, (32, 8, 2, 256), (16, 8, 2, 128), (16, 4, 1, 128)),
+        (512, (16, 8, 1, 128), (16, 4, 1, 64)),
+    ],
+    ("fwd", 8): [
+        (128, (32, 8, 2, 128), (16, 4, 1, 128)),
+        (256, (16, 8, 1, 128), (16, 4, 1, 64)),
+        (512, (16, 8, 1, 128), (16, 4, 1, 64)),
+    ],
+    ("bwd_dkv", 2): [
+        (64, (32, 4, 2, 64), (32, 1, 1, 64)),
+        (128, (32, 4, 1, 128), (32, 1, 1, 128)),
+        (256, (32, 8, 1, 256), (32, 4, 1, 256), (16, 4, 1, 256), (16, 1, 1, 256)),
+        (512, (32, 4, 1, 256), (32, 2, 1, 256), (16, 1, 1, 256)),
+    ],
+    ("bwd_dkv", 4): [
+        (64, (32, 8, 2, 64), (16, 4, 2, 64)),
+        (128, (32, 8, 2, 128), (16, 4, 2, 128)),
+        (256, (16, 8, 1, 128), (16, 4, 1, 128)),
+        (512, (16, 8, 1, 128), (16, 4, 1, 128), (16, 2, 1, 64)),
+    ],
+    ("bwd_dkv", 8): [
+        (128, (16, 8, 1, 128), (16, 4, 1, 128)),
+        (256, (16, 8, 1, 128), (16, 4, 1, 128), (16, 2, 1, 64)),
+        (512, (16, 4, 1, 128), (16, 2, 1, 64), (16, 1, 1, 64)),
+    ],
+}
+_TILES |= {(kernel, size): _TILES["bwd_dkv", size] for kernel in ("bwd_dq", "bwd_dmask") for size in (2, 4, 8)}
+_TILES["bwd_dq", 2] = [
+    (128, (32, 4, 2, 128), (32, 1, 1, 128)),
+    (256, (32, 4, 1, 256), (16, 4, 1, 256), (16, 1, 1, 256)),
+    *_TILES["bwd_dkv", 2][-1:],
+]
+
+
+# --- planning --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every kernel of a call is told: shapes, strides, and which scores count."""
+
+    q: Spec
+    k: Spec
+    v: Spec
+    mask: Spec | None
+    seed: Spec | None
+    causal: bool
+    offset: int
+    scale: float
+    dropout: float
+
+    def __post_init__(self) -> None:
+        q, k, v = self.q, self.k, self.v
+        name = "scaled_dot_product_attention"
+        if q.dtype not in DTYPES:
+            raise RuntimeError(f"{name}: Expected query, key, and value of a floating type, but got {q.dtype}")
+        if not q.dtype == k.dtype == v.dtype:
+            raise RuntimeError(
+                f"{name}: Expected query, key, and value to have the same dtype, but got query.dtype: {q.dtype}, key.dtype: "
+                f"{k.dtype}, and value.dtype: {v.dtype} instead."
+            )
+        shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
+        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+            raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
+        if k.shape[1] == 0 and q.shape[1] != 0 or k.shape[1] and q.shape[1] % k.shape[1]:
+            raise RuntimeError(f"{name}: query has no multiple of key's heads: {shapes}")
+        if self.mask is not None:
+            if self.mask.dtype not in ("bool", "float32", q.dtype):
+                raise RuntimeError(
+                    f"{name}: Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+                    f"{self.mask.dtype} and  query.dtype: {q.dtype} instead."
+                )
+            whole = self.scores_shape
+            sizes = self.mask.shape
+            if len(sizes) > 4 or any(n not in (1, all_) for n, all_ in zip(sizes[::-1], whole[::-1])):
+                raise RuntimeError(f"{name}: attn_mask of {sizes} does not broadcast to the scores' {whole}")
+
+    @property
+    def scores_shape(self) -> tuple[int, int, int, int]:
+        b, h, length, _ = self.q.shape
+        return b, h, length, self.k.shape[2]
+
+    @property
+    def size(self) -> int:
+        return self.q.itemsize
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        return _width(self.q.shape[3]), _width(self.v.shape[3])
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // max(self.k.shape[1], 1)
+
+    @property
+    def n_rows(self) -> int:
+        return math.prod(self.q.shape[:3])
+
+    @property
+    def mask_sizes(self) -> tuple[int, ...]:
+        """Of the mask's four dims; 1 where it is broadcast."""
+        assert self.mask is not None
+        return (1,) * (4 - self.mask.ndim) + self.mask.shape
+
+    def score(self, rows: int, cols: int) -> str:
+        """The scores::Scores of a kernel with tiles of so many queries and keys."""
+        mask = "scores::None" if self.mask is None else CTYPES[self.mask.dtype]
+        pairs = self.mask is not None and (
+            self.mask.strides[-1] == 1
+            and self.k.shape[2] % 2 == 0
+            and self.mask.shape[-1] > 1
+            and self.mask.align >= 2 * self.mask.itemsize
+            and all(n <= 1 or s % 2 == 0 for n, s in zip(self.mask.shape[:-1], self.mask.strides[:-1]))
+        )
+        ragged = self.q.shape[2] % rows != 0 or self.k.shape[2] % cols != 0
+        fold = self.size == 2 and 0 < self.scale < math.inf and (self.mask is None or self.mask.dtype == "bool")
+        flags = (pairs, self.causal, ragged, self.dropout > 0, fold)
+        return f"scores::Scores<{CTYPES[self.q.dtype]}, {mask}, {', '.join(str(f).lower() for f in flags)}>"
+
+    def problem(self, o: Spec | None = None, g: Spec | None = None) -> Any:
+        """attention::Problem."""
+        mask = (0, 0, 0, 0)
+        if self.mask is not None:
+            own = tuple(0 if n == 1 else s for n, s in zip(self.mask.shape, self.mask.strides))
+            mask = (0,) * (4 - len(own)) + own
+        strides = [*(t.strides if t is not None else (0, 0, 0, 0) for t in (self.q, self.k, self.v, o, g)), mask]
+        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return struct(
+            *(i64(s) for four in strides for s in four), i64(0), f64(self.scale), f64(kept), i32(self.q.shape[1]),
+            i32(self.group), i32(self.q.shape[2]), i32(self.k.shape[2]), i32(self.q.shape[3]), i32(self.v.shape[3]),
+            i32(self.offset), u32(min(round(self.dropout * 2**32), 2**32 - 1)),
+        )  # fmt: skip
+
+
+def _vectors(*specs: Spec) -> bool:
+    """Whether every row begins on 16 bytes and has whole vectors."""
+    return all(
+        t.align >= 16
+        and (t.strides[3] == 1 or t.shape[3] <= 1)
+        and t.shape[3] * t.itemsize % 16 == 0
+        and all(n <= 1 or s * t.itemsize % 16 == 0 for n, s in zip(t.shape[:3], t.strides[:3]))
+        for t in specs
+    )
+
+
+def _like(shape: tuple[int, int, int, int], source: Spec) -> Spec:
+    """A new tensor laid out in the source's order: (batch, heads, length, d), or with the lengths before the heads."""
+    b, h, n, d = shape
+    contiguous = (h * n * d, n * d, d, 1)
+    tokens_first = (n * h * d, d, h * d, 1)
+    strides = tokens_first if _tokens_first(source.shape, source.strides) else contiguous
+    return Spec(source.dtype, shape, strides, source.device, 16)
+
+
+def _tokens_first(shape: Any, strides: Any) -> bool:
+    return shape[1] > 1 and shape[2] > 1 and strides[1] < strides[2]
+
+
+@planned
+def _forward(
+    q: Spec, k: Spec, v: Spec, mask: Spec | None, seed: Spec | None, causal: bool, offset: int, scale: float, dropout: float,
+    with_stats: bool = False,
+) -> Any:  # fmt: skip
+    """o; with_stats: and the rows' maxima and sums, (2, batch, heads, q_len)."""
+    call = Call(q, k, v, mask, seed, causal, offset, scale, dropout)
+    device = _require_arch(device_of(q))
+    b, h, length, _ = q.shape
+    o = _like((b, h, length, v.shape[3]), q)
+    acc = "float64" if q.dtype == "float64" else "float32"
+    stats = Spec(acc, (2, b, h, length), (b * h * length, h * length, length, 1), q.device, 16)
+    outputs = (o, stats) if with_stats else o
+    if o.numel == 0:
+        return plan(outputs)
+    if causal and offset >= k.shape[2] - 1:
+        causal = False  # each query sees every key
+        call = Call(q, k, v, mask, seed, causal, 0, scale, dropout)
+    packed = None if causal or dropout > 0 else _packed(q, k, mask, o)
+    if packed is not None:
+        folded = Call(packed[0], k, v, packed[1], seed, causal, offset, scale, dropout)
+        return plan(outputs, *_forward_launches(folded, packed[2], o, stats if with_stats else None, device))
+    return plan(outputs, *_forward_launches(call, o, o, stats if with_stats else None, device))
+
+
+def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, device: Device) -> list:
+    """view: o as the call's heads have it."""
+    q, k, v = call.q, call.k, call.v
+    b, h, length, _ = q.shape
+    kd, kdv = call.widths
+    c = Config.pick("fwd", call.size, kd, kdv, length, device)
+    columns = c.columns(kdv)
+    chunks = kdv // columns
+    blocks = ceil_div(length, c.rows(call.size)) * b * h * chunks
+    parts = _parts(blocks, k.shape[2], c, device)
+    kernel = template("attention").kernel(
+        "fwd", T=q.dtype, S=call.score(c.rows(call.size), c.step), kVector=_vectors(q, k, v), kStats=stats is not None or parts > 1,
+        kParts=parts > 1, BLOCK_N=c.step, kD=kd, kDv=columns, kWarps=c.warps, kTiles=c.tiles,
+    )  # fmt: skip
+    n_rows, problem = call.n_rows, call.problem(view)
+    to: Any = o
+    to_stats: Any = stats
+    if parts > 1:
+        size = max(call.size, 4)
+        to, to_stats = scratch(parts * n_rows * v.shape[3] * size), scratch(parts * 2 * n_rows * size)
+    launches = [
+        kernel.launch(
+            grid=blocks * parts, block=32 * c.warps, smem=c.shared_bytes("fwd", call.size, kd, kdv),
+            args=(to, to_stats, q, k, v, call.mask, call.seed, problem, i64(n_rows), i32(chunks), i32(parts)),
+        )
+    ]  # fmt: skip
+    if parts > 1:
+        combine = template("attention").kernel("combine", T=q.dtype, kStats=stats is not None)
+        args = (o, stats, to, to_stats, problem, i64(n_rows), i32(parts))
+        launches.append(combine.launch(grid=ceil_div(n_rows, 4), block=128, args=args))
+    return launches
+
+
+def _packed(q: Spec, k: Spec, mask: Spec | None, o: Spec) -> tuple[Spec, Spec | None, Spec] | None:
+    """Query, mask and output with the heads that share keys as further queries of one head: few queries are little work for a
+    tile, and the keys are then read once. None where their strides don't allow it."""
+    b, h, length, d = q.shape
+    heads = k.shape[1]
+    group = h // max(heads, 1)
+
+    def fold(t: Spec) -> Spec | None:
+        if length > 1 and t.strides[1] != length * t.strides[2]:
+            return None
+        strides = (t.strides[0], group * t.strides[1], t.strides[1] if length == 1 else t.strides[2], t.strides[3])
+        return replace(t, shape=(b, heads, group * length, t.shape[3]), strides=strides)
+
+    if group < 2 or group * length > 64:
+        return None
+    if mask is not None:
+        sizes = (1,) * (4 - mask.ndim) + mask.shape
+        if sizes[1] != 1 or (sizes[2] != 1 and length > 1):
+            return None  # heads that differ in their mask; a mask of one head's queries
+    folded = fold(q), fold(o)
+    return None if folded[0] is None or folded[1] is None else (folded[0], mask, folded[1])
+
+
+def _parts(blocks: int, keys: int, c: Config, device: Device) -> int:
+    """Among how many blocks the keys of a tile are shared out: so that there are enough of them to load from memory at its rate.
+
+    Each gets four steps at least. NVIDIA H200: five blocks of one warp a multiprocessor have the bytes in flight that it takes.
+    """
+    wanted = (5 if c.warps == 1 else 2) * device.sms
+    return max(min(wanted // max(blocks, 1), ceil_div(keys, 4 * c.step), 128), 1)
+
+
+def _require_arch(device: Device) -> Device:
+    if device.cc < (8, 0):
+        from .._errors import DeviceError
+
+        raise DeviceError(f"scaled_dot_product_attention: its kernels need sm_80 or later, this GPU is {device.arch}")
+    return device
+
+
+@planned
+def _backward(
+    g: Spec, q: Spec, k: Spec, v: Spec, o: Spec, stats: Spec, mask: Spec | None, seed: Spec | None, causal: bool, offset: int,
+    scale: float, dropout: float, wanted: int, fixed_order: bool,
+) -> Any:  # fmt: skip
+    """The wanted of dq, dk, dv (bits 0 to 2) and the mask's gradient (bit 3), in parts that are to be summed.
+
+    fixed_order: the same bits every time.
+    """
+    call = Call(q, k, v, mask, seed, causal, offset, scale, dropout)
+    device = _require_arch(device_of(q))
+    if g.shape != o.shape or g.dtype != o.dtype:
+        raise RuntimeError(f"attention_backward: the gradient is {g.dtype} of {g.shape}, the output {o.dtype} of {o.shape}")
+    dq, dk, dv = (_like(t.shape, t) for t in (q, k, v))  # type: ignore[arg-type]
+    outputs = [spec for bit, spec in enumerate((dq, dk, dv)) if wanted >> bit & 1]
+    size, (kd, kdv), n_rows = call.size, call.widths, call.n_rows
+    b, h, length, _ = q.shape
+    keys = k.shape[2]
+    vector = _vectors(q, k, v, g)
+    problem = call.problem(o, g)
+    rows = scratch(max(3 * n_rows * max(size, 4), 1))
+    k_of = template("attention")
+    launches = []
+    if n_rows:
+        launches.append(
+            k_of.kernel("bwd_rows", T=q.dtype, S=call.score(1, 1)).launch(
+                grid=ceil_div(n_rows, 8), block=256, args=(rows, stats, o, g, problem, i64(n_rows))
+            )
+        )
+
+    def strides(spec: Spec) -> Any:
+        return struct(*(i64(s) for s in spec.strides))
+
+    def launch(name: str, c: Config, grid: int, args: tuple, **more: Any) -> None:
+        if grid:
+            tile = (c.rows(size), c.step)[:: -1 if name == "bwd_dkv" else 1]
+            kernel = k_of.kernel(name, T=q.dtype, S=call.score(*tile), **more)
+            launches.append(kernel.launch(grid=grid, block=32 * c.warps, smem=c.shared_bytes(name, size, kd, kdv), args=args))
+
+    tensors = (rows, q, k, v, g, mask, seed, problem)
+    fused = FusedConfig.pick(kd, kdv, device) if wanted & 7 == 7 and size == 2 and not fixed_order and n_rows and keys else None
+    if fused is not None:
+        sums = scratch(n_rows * kd * 4, zeroed=True)
+        kernel = k_of.kernel(
+            "bwd", T=q.dtype, S=call.score(fused.BLOCK_M, fused.BLOCK_N), kVector=vector, BLOCK_M=fused.BLOCK_M, BLOCK_N=fused.BLOCK_N, kD=kd, kDv=kdv,
+            kWarps=fused.warps, kAcross=fused.across, kStages=fused.stages,
+        )  # fmt: skip
+        launches.append(
+            kernel.launch(
+                grid=ceil_div(keys, fused.BLOCK_N) * b * k.shape[1], block=32 * fused.warps, smem=fused.shared_bytes(kd, kdv),
+                args=(dk, dv, sums, *tensors, strides(dk), strides(dv), i64(n_rows)),
+            )
+        )  # fmt: skip
+        launches.append(
+            k_of.kernel("bwd_round", T=q.dtype).launch(
+                grid=ceil_div(n_rows, 8), block=256, args=(dq, sums, problem, strides(dq), i64(n_rows), i32(kd))
+            )
+        )
+        wanted &= 8
+    if wanted & 0b110:
+        c = Config.pick("bwd_dkv", size, kd, kdv, keys, device)
+        both = wanted & 0b110 == 0b110 and max(kd, kdv) <= (128 if size == 2 else 64)
+        apart = ((True, False),) * (wanted >> 1 & 1) + ((False, True),) * (wanted >> 2 & 1)
+        for want_k, want_v in ((True, True),) if both else apart:
+            width = kd if want_k else kdv
+            columns = c.columns(width)
+            chunks = 1 if both else width // columns
+            launch(
+                "bwd_dkv", c, ceil_div(keys, c.rows(size)) * b * k.shape[1] * chunks,
+                (dk if want_k else None, dv if want_v else None, *tensors, strides(dk), strides(dv), i64(n_rows), i32(chunks)),
+                kVector=vector, kDK=want_k, kDV=want_v, BLOCK_M=c.step, kD=kd, kDv=kdv,
+                kOut=columns, kWarps=c.warps, kTiles=c.tiles,
+            )  # fmt: skip
+    if wanted & 1:
+        c = Config.pick("bwd_dq", size, kd, kdv, length, device)
+        columns = c.columns(kd)
+        chunks = kd // columns
+        launch(
+            "bwd_dq", c, ceil_div(length, c.rows(size)) * b * h * chunks if q.numel else 0,
+            (dq, *tensors, strides(dq), i64(n_rows), i32(chunks)),
+            kVector=vector, BLOCK_N=c.step, kD=kd, kDv=kdv, kOut=columns, kWarps=c.warps, kTiles=c.tiles,
+        )  # fmt: skip
+    if wanted & 8:
+        assert mask is not None
+        c = Config.pick("bwd_dmask", size, kd, kdv, length, device)
+        sizes = call.mask_sizes
+        tiles = (ceil_div(sizes[2], c.rows(size)) * ceil_div(sizes[3], c.step)) * sizes[0] * sizes[1]
+        shared_by = (b if sizes[0] == 1 else 1) * (h if sizes[1] == 1 else 1)
+        shared_by *= ceil_div(length, c.rows(size)) if sizes[2] == 1 else 1
+        # Two blocks a multiprocessor, if there is that much to share out.
+        parts = max(min(ceil_div(2 * device.sms, max(tiles, 1)), shared_by), 1)
+        out = mask.dtype if parts == 1 else "float64" if size == 8 else "float32"
+        whole = (parts, *sizes)
+        dmask = Spec(out, whole, tuple(math.prod(whole[i + 1 :]) for i in range(5)), q.device, 16)
+        outputs.append(dmask)
+        launch(
+            "bwd_dmask", c, tiles * parts,
+            (dmask, *tensors, struct(*map(i32, sizes)), i32(b), i64(n_rows), i32(parts)),
+            Out=out, kVector=vector, BLOCK_N=c.step, kD=kd, kDv=kdv, kWarps=c.warps, kTiles=c.tiles,
+        )  # fmt: skip
+    return plan(tuple(outputs), *launches)
+
+
+def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
+    """Of q, k, v and the mask; None where none is wanted."""
+    found = _backward(g, q, k, v, o, stats, mask, seed, *scalars, wanted, torch.are_deterministic_algorithms_enabled())
+    found = iter(found if isinstance(found, (tuple, list)) else (found,))
+    grads = [next(found) if wanted >> bit & 1 else None for bit in range(4)]
+    if grads[3] is not None:
+        parts = grads[3]
+        grads[3] = (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(mask.dtype).view(mask.shape)
+    return grads
+
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, *more):
+        *absent, causal, offset, scale, dropout = ctx.scalars
+        seed = more[-1] if dropout > 0 else None
+        mask = more[0] if len(more) > (seed is not None) else None
+        o, stats = _forward(q, k, v, mask, seed, causal, offset, scale, dropout, True)
+        ctx.save_for_backward(q, k, v, o, stats, mask, seed)
+        return o
+
+    @staticmethod
+    def backward(ctx, g):
+        q, k, v, o, stats, mask, seed = ctx.saved_tensors
+        scalars = ctx.scalars[-4:]
+        needs = ctx.needs_input_grad
+        wanted = needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
+        if torch.is_grad_enabled():
+            grads = _differentiable(g, q, k, v, mask, scalars, wanted)
+        else:
+            grads = _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted)
+        return (*grads[:3], *((grads[3],) if mask is not None else ()), *((None,) if seed is not None else ()))
+
+
+def _differentiable(g, q, k, v, mask, scalars, wanted):
+    """The gradients as torch's own ops make them, which have gradients themselves."""
+    if scalars[-1] > 0:
+        raise RuntimeError("scaled_dot_product_attention: with dropout it has no second derivative")
+    inputs = [t for bit, t in enumerate((q, k, v, mask)) if wanted >> bit & 1]
+    o = _composite(q, k, v, mask, None, *scalars)
+    found = iter(torch.autograd.grad(o, inputs, g, create_graph=True))
+    return [next(found) if wanted >> bit & 1 else None for bit in range(4)]
+
+
+def _materialized(q, k, mask, causal, offset):
+    """Mask and causal as torch takes them."""
+    if causal and offset:
+        return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(offset), False
+    return mask, causal
+
+
+def _composite(q, k, v, mask, seed, causal, offset, scale, dropout):
+    """torch's own, of plain ops: for what the kernels don't do."""
+    mask, causal = _materialized(q, k, mask, causal, offset)
+    gqa = q.dim() >= 3 and k.shape[-3] != q.shape[-3] and k.shape[-3] != 1
+    with sdpa_kernel(SDPBackend.MATH):
+        return _torchs(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+
+
+# --- torch.ops -------------------------------------------------------------------------------------------------------
+
+
+def _setup_forward(ctx, inputs, output):
+    q, k, v, mask, seed, *ctx.scalars = inputs
+    o, stats = output
+    ctx.save_for_backward(q, k, v, o, stats, mask, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _library_backward(ctx, g, _):
+    if g is None:
+        return (None,) * 9
+    q, k, v, o, stats, mask, seed = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    wanted = needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
+    found = iter(_backward_op(g, q, k, v, o, stats, mask, seed, *ctx.scalars, wanted))
+    return (*(next(found) if wanted >> bit & 1 else None for bit in range(4)), *(None,) * 5)
+
+
+def _setup_backward(ctx, inputs, output):
+    g, q, k, v, _, _, mask, _, *ctx.scalars, ctx.wanted = inputs
+    ctx.save_for_backward(g, q, k, v, mask)
+
+
+def _library_second(ctx, gradients):
+    g, q, k, v, mask = ctx.saved_tensors
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (g, q, k, v)]
+        mask = mask.detach().requires_grad_() if ctx.wanted & 8 else mask
+        first = [t for t in _differentiable(*inputs, mask, ctx.scalars, ctx.wanted) if t is not None]
+    sources = [*inputs, *([mask] if ctx.wanted & 8 else [])]
+    found = list(torch.autograd.grad(first, sources, gradients, allow_unused=True))
+    d_mask = found.pop() if ctx.wanted & 8 else None
+    return (*found, None, None, d_mask, *(None,) * 6)
+
+
+def _empty_like(shape, source):
+    b, h, n, d = shape
+    if _tokens_first(source.shape, source.stride()):
+        return source.new_empty((b, n, h, d)).transpose(1, 2)
+    return source.new_empty(shape)
+
+
+def _fake(q, k, v, mask, seed, causal, offset, scale, dropout):
+    if not q.is_floating_point():
+        raise RuntimeError(f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}")
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return _empty_like((*q.shape[:3], v.shape[3]), q), q.new_empty((2, *q.shape[:3]), dtype=acc)
+
+
+def _fake_backward(g, q, k, v, o, stats, mask, seed, causal, offset, scale, dropout, wanted):
+    found = [_empty_like(t.shape, t) for bit, t in enumerate((q, k, v)) if wanted >> bit & 1]
+    return found + ([torch.empty_like(mask, memory_format=torch.contiguous_format)] if wanted >> 3 & 1 else [])
+
+
+def _run_backward(g, q, k, v, o, stats, mask, seed, causal, offset, scale, dropout, wanted):
+    grads = _gradients(g, q, k, v, o, stats, mask, seed, (causal, offset, scale, dropout), wanted)
+    return [t for t in grads if t is not None]
+
+
+_forward_op = define(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, bool causal, int offset, float scale, float dropout) "
+    "-> (Tensor, Tensor)",
+    run=lambda *args: _forward(*args, True),
+    fake=_fake,
+    setup_context=_setup_forward,
+    backward=_library_backward,
+)
+_backward_op = define(
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor? mask, Tensor? seed, bool causal, "
+    "int offset, float scale, float dropout, int wanted) -> Tensor[]",
+    run=_run_backward,
+    fake=_fake_backward,
+    setup_context=_setup_backward,
+    backward=_library_second,
+)
+
+
+def _autocast(q, k, v, mask, seed, *scalars):
+    dtype = torch.get_autocast_dtype(q.device.type)
+
+    def cast(t):
+        # torch casts what is floating and not double.
+        return t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+
+    return *map(cast, (q, k, v, mask)), seed, *scalars
+
+
+def _public(q, k, v, mask, seed, causal, offset, scale, dropout):
+    mask, causal = _materialized(q, k, mask, causal, offset)
+    return _with_keywords, (q, k, v, mask, dropout, causal, scale)
+
+
+def _with_keywords(q, k, v, mask, dropout, causal, scale):
+    return scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=True)
+
+
+_OP = Op(
+    "scaled_dot_product_attention",
+    _public,
+    lambda *args: _forward_op(*args)[0],
+    _composite,
+    _autocast,
+    None,
+)
+_call = routed(_forward, _Attention, lambda *args: _OP)
+
+
+# --- public ----------------------------------------------------------------------------------------------------------
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention: ``softmax(scale * query @ key.T + attn_mask) @ value``.
+
+    Args:
+        query: (..., Hq, L, E); any strides. float16 and bfloat16 (products on the tensor cores, sums in float32), float32,
+            float64.
+        key: (..., H, S, E), of the same dtype.
+        value: (..., H, S, Ev). Leading dimensions broadcast.
+        attn_mask: Broadcasts to (..., Hq, L, S). bool: True where a key is seen. float32 or query's dtype: added to the scaled
+            scores, and differentiable. Or a bias of ``torch.nn.attention.bias``, which is never materialized.
+        dropout_p: Probability with which a weight is dropped; the others grow by ``1 / (1 - dropout_p)``. Applies always: pass
+            0 in evaluation. Drawn from torch's generator of the device.
+        is_causal: Query i sees keys 0 to i.
+        scale: By default ``1 / sqrt(E)``. Any number, 0 and negative ones too.
+        enable_gqa: Hq may be a multiple of H: neighbouring heads of the query share one of key and value.
+
+    Returns:
+        (..., Hq, L, Ev) in query's dtype, laid out in the order of query's dimensions. A query that sees no key gives 0, and
+        its gradients are 0. NaN and infinity in what a query sees reach it.
+
+    Raises:
+        TypeError: What should be a tensor isn't.
+        RuntimeError: Shapes or dtypes that don't go together, or integer; a mask together with ``is_causal``; ``dropout_p``
+            outside [0, 1].
+        ValueError: ``is_causal`` together with a bias of ``torch.nn.attention.bias``.
+        DeviceError: A GPU before sm_80; a CPU tensor without a C++ compiler.
+
+    Same as ``torch.nn.functional.scaled_dot_product_attention``. The forward gives the same bits every time, and so does the
+    backward under ``torch.use_deterministic_algorithms(True)``.
+    """
+    offset = 0
+    if attn_mask is not None:
+        if isinstance(attn_mask, CausalBias):
+            if is_causal:
+                raise ValueError("CausalBias should not be used with causal=True")
+            lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
+            offset = attn_mask.seq_len_kv - attn_mask.seq_len_q if lower else 0
+            attn_mask, is_causal = None, True
+        elif is_causal:
+            raise RuntimeError(
+                "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
+            )
+    if has_torch_function_variadic(query, key, value, attn_mask):
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        more = dict(scale=scale, enable_gqa=enable_gqa)
+        return handle_torch_function(scaled_dot_product_attention, given[:4], *given, **more)
+    if _is_torchs(query, key, value, attn_mask):
+        mask, causal = _materialized(query, key, attn_mask, is_causal, offset)
+        return _torchs(
+            query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if query.is_complex() or (not compiling() and torch._C._is_tracing()):
+        return _composite(query, key, value, attn_mask, None, is_causal, offset, scale, dropout_p)
+    if dropout_p and not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    if not (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[1] == value.shape[1]
+        and (query.shape[1] == key.shape[1] or enable_gqa)
+        and 0 < query.shape[3] <= MAX_HEAD_DIM
+        and 0 < value.shape[3] <= MAX_HEAD_DIM
+    ):
+        return _general(query, key, value, attn_mask, dropout_p, is_causal, offset, scale, enable_gqa)
+    return _attend(query, key, value, attn_mask, dropout_p, is_causal, offset, scale)
+
+
+def _is_torchs(query, key, value, mask):
+    """Nested tensors, which no kernel of ours is for; masks of one dim, which torch takes on some devices; and what is no tensor,
+    for torch to refuse."""
+    return (
+        not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor))
+        or not (mask is None or isinstance(mask, Tensor) and mask.dim() >= 2)
+        or query.is_nested
+        or key.is_nested
+        or value.is_nested
+    )
+
+
+def _attend(q, k, v, mask, dropout, causal, offset, scale):
+    """Four dims, of heads that go together."""
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    seed = _draw(q) if dropout > 0 else None
+    args = (q, k, v, mask, seed, bool(causal), offset, scale, float(dropout))
+    if compiling():
+        if torch.is_autocast_enabled(q.device.type):
+            args = _autocast(*args)
+        return _forward_op(*args)[0]
+    return _call(*args)
+
+
+def _draw(like: Tensor) -> Tensor:
+    """A seed from torch's generator, on the device: so that a captured graph draws another one at each replay."""
+    return torch.empty((), dtype=torch.int64, device=like.device).random_()
+
+
+def _general(q, k, v, mask, dropout, causal, offset, scale, gqa):
+    """Any number of dims, leading dims that broadcast, heads of another number in key and value."""
+    name = "scaled_dot_product_attention"
+    if min(q.dim(), k.dim(), v.dim()) < 2:
+        raise RuntimeError(
+            f"{name}: Expected query, key, and value to all be  at least 2 dimensional, but got query.dim: {q.dim()}, key.dim: "
+            f"{k.dim()} and value.dim: {v.dim()} instead."
+        )
+    shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
+    if q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
+        return _composite(q, k, v, mask, None, causal, offset, scale, dropout)
+    if gqa and min(q.dim(), k.dim(), v.dim()) >= 3:
+        heads = q.shape[-3]
+        if any(n == 0 or heads % n for n in (k.shape[-3], v.shape[-3])):
+            raise RuntimeError(
+                f"{name}: Number of heads in key and value must divide the number of heads in query, but got {shapes}"
+            )
+        if k.shape[-3] != v.shape[-3]:
+            k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
+        lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+        q, k, v = (t.expand(*lead, *t.shape[-3:]) for t in (q, k, v))
+    else:
+        try:
+            lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: leading dimensions do not broadcast: {shapes}") from error
+        q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (q, k, v))
+        lead = lead[:-1]
+    if mask is not None:
+        if mask.dim() > 2:
+            mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    shape = (*q.shape[:-1], v.shape[-1])
+    heads = q.shape[-3] if q.dim() >= 4 or gqa and q.dim() == 3 else 1
+    batch = math.prod(q.shape[:-2]) // max(heads, 1)
+
+    def four(t: Tensor) -> Tensor:
+        own = t.shape[-3] if heads != 1 or t.dim() >= 4 else 1
+        return t if t.dim() == 4 else t.reshape(batch, own, *t.shape[-2:])
+
+    if mask is not None and mask.dim() != 4 and mask.dim() > 2:
+        mask = mask.reshape(batch, heads, *mask.shape[-2:])
+    return _attend(four(q), four(k), four(v), mask, dropout, causal, offset, scale).reshape(shape)
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def _inputs(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    def heads(b: int, h: int, length: int, keys: int, d: int, dv: int, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = ((b, h, length, d), (b, h // group, keys, d), (b, h // group, keys, dv))
+        q, k, v = (torch.randn(shape, device=device, dtype=torch.float32).to(dtype) for shape in shapes)
+        return q, k, v
+
+    yield Sample("small", heads(1, 2, 3, 4, 8, 8))
+    yield Sample("causal", heads(2, 2, 37, 50, 40, 24), {"is_causal": True})
+    yield Sample("grouped", heads(1, 4, 19, 33, 16, 16, 2), {"enable_gqa": True, "scale": -0.4})
+    seen = torch.rand(2, 1, 20, 17, device=device) > 0.3
+    seen[0, 0, 3] = False
+    yield Sample("bool mask", (*heads(2, 2, 20, 17, 64, 64), seen))
+    yield Sample("bias", (*heads(2, 2, 20, 17, 64, 64), torch.randn(2, 1, 17, device=device, dtype=torch.float32).to(dtype)))
+    yield Sample("3-D", tuple(t[0] for t in heads(1, 3, 9, 9, 32, 32)))
+    yield Sample("no batch", heads(0, 2, 4, 4, 8, 8))
+    yield Sample("no keys", heads(1, 2, 4, 0, 8, 8))
+
+
+def _bench() -> Iterator[BenchCase]:
+    """16k tokens and 2048 columns of heads, as FlashAttention's papers have them."""
+    for dtype in (torch.bfloat16,):
+        for d in (64, 128, 256):
+            for causal in (False, True):
+                for length in (512, 1024, 2048, 4096, 8192, 16384):
+                    shape = (16384 // length, 2048 // d, length, d)
+
+                    def make(device: str, shape: tuple = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
+                        return tuple(torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+
+                    group = f"d{d} {'causal' if causal else 'full'}"
+                    size = math.prod(shape) * dtype.itemsize
+                    yield BenchCase(
+                        label=f"{group} {'x'.join(map(str, shape))} {DTYPE_NAMES[dtype]}", group=group, x=length, dtype=dtype,
+                        make=make, forward_bytes=4 * size, backward_bytes=8 * size, kwargs={"is_causal": causal},
+                        batch=shape[0], grad_of=(0, 1, 2),
+                    )  # fmt: skip
+
+
+def _reference(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's own by its math backend: its fused ones differ in what they can differentiate, and in some corners."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return _torchs(*args, **kwargs)
+
+
+# Weights are rounded to the inputs' type before they meet v; and dp - delta, of which delta was rounded with the output, is far
+# smaller than the two where few keys share a query's weight. torch's own suite allows its fused backends 4 times the composite's
+# error in the output, and up to 180 times in the gradients.
+SLACK = (2.0, 16.0)
+
+CASES = op_cases(
+    public=scaled_dot_product_attention, reference=_reference, inputs=_inputs, bench=_bench(), slack=SLACK
+)

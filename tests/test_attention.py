@@ -1,0 +1,422 @@
+"""scaled_dot_product_attention: sizes, masks, layouts, corners, dropout. What every op must hold is in test_contract.py.
+
+Everything runs on a GPU, and through the emulator with all checks on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import tkjit
+from emulate import emulating
+from judge import Answer, answer, assert_same, check
+from tkjit.ops import attention as module
+from tkjit.testing import assert_close, poison
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+HALVES = DTYPES[:2]
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32", "fp64"])
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request) -> Any:
+    """Where the kernels run: on the CPU, emulated for sm_90a with all checks, or on a GPU."""
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    with emulating("sm_90a"):
+        yield "cpu"
+
+
+def math_backend(*args: Any, **kwargs: Any) -> Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def heads(
+    place: str, b: int, h: int, length: int, keys: int, d: int, dtype: torch.dtype, dv: int = 0, group: int = 1
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = ((b, h, length, d), (b, h // group, keys, d), (b, h // group, keys, dv or d))
+    return [torch.randn(shape).to(place, dtype) for shape in shapes]
+
+
+def judged(qkv: list[Tensor], mask: Tensor | None = None, label: str = "", **kwargs: Any) -> Answer:
+    """Output and gradients are as close to float64's as torch's math is, or as the dtype's rounding."""
+    args = [*qkv, *([mask] if mask is not None else [])]
+    return check(tkjit.scaled_dot_product_attention, math_backend, args, kwargs, label=label, slack=module.SLACK)
+
+
+# --- Sizes -------------------------------------------------------------------------------------------------------------
+
+# Lengths around a tile of 16, 32, 64 and 128; primes; one.
+LENGTHS = ((1, 1), (1, 70), (70, 1), (16, 16), (17, 31), (64, 64), (65, 63), (130, 97))
+
+
+@every_dtype
+@pytest.mark.parametrize("causal", (False, True))
+def test_lengths(causal: bool, dtype: torch.dtype, place: str) -> None:
+    for length, keys in LENGTHS:
+        judged(heads(place, 1, 2, length, keys, 16, dtype), is_causal=causal, label=f"{length} queries, {keys} keys")
+
+
+@every_dtype
+def test_head_dims(dtype: torch.dtype, place: str) -> None:
+    for d, dv in ((1, 1), (3, 5), (8, 8), (40, 24), (64, 128), (72, 72), (96, 96), (128, 64), (160, 160), (256, 256)):
+        judged(heads(place, 1, 1, 20, 37, d, dtype, dv), is_causal=True, label=f"heads of {d} and {dv}")
+
+
+@every_dtype
+def test_head_dims_beyond_what_a_block_holds(dtype: torch.dtype, place: str) -> None:
+    for d, dv in ((512, 512), (300, 16), (16, 300)):
+        judged(heads(place, 1, 1, 20, 37, d, dtype, dv), label=f"heads of {d} and {dv}")
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+def test_long_enough_for_every_stage(dtype: torch.dtype, place: str) -> None:
+    for d in (64, 128, 256):
+        for causal in (False, True):
+            judged(heads(place, 1, 1, 150, 150, d, dtype), is_causal=causal, label=f"heads of {d}, causal {causal}")
+
+
+def test_heads_above_512_are_torchs(place: str) -> None:
+    judged(heads(place, 1, 1, 3, 5, 600, torch.float32))
+
+
+@every_dtype
+def test_heads_that_share_keys(dtype: torch.dtype, place: str) -> None:
+    for group in (2, 4):
+        judged(heads(place, 2, 4, 19, 40, 32, dtype, group=group), enable_gqa=True, is_causal=True)
+
+
+def test_value_may_have_other_heads_than_key(place: str) -> None:
+    q, k, v = heads(place, 2, 4, 9, 11, 16, torch.float32)
+    judged([q, k[:, :2], v[:, :1]], enable_gqa=True)
+
+
+def test_any_number_of_dims(place: str) -> None:
+    for shape in ((), (3,), (2, 3), (2, 1, 3), (1, 2, 2, 2)):
+        q, k, v = (torch.randn(*shape, n, 8, device=place) for n in (5, 7, 7))
+        judged([q, k, v], is_causal=True, label=f"{len(shape)} leading dims")
+        mask = torch.rand(*shape, 5, 7, device=place) > 0.3
+        judged([q, k, v], mask, label=f"{len(shape)} leading dims and a mask")
+
+
+def test_leading_dims_broadcast(place: str) -> None:
+    q, k, v = heads(place, 3, 4, 6, 7, 16, torch.float32)
+    judged([q, k[:1], v[:, :1]])
+    judged([q[:1], k, v])
+    judged([q, k[0], v[0, 0]])
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_few_queries_share_out_their_keys(dtype: torch.dtype, place: str) -> None:
+    for length, group in ((1, 4), (1, 1), (3, 2), (5, 1)):
+        qkv = heads(place, 2, 4, length, 700, 64, dtype, group=group)
+        judged(qkv, enable_gqa=True, label=f"{length} queries, {group} heads a key")
+        judged([qkv[0].transpose(1, 2).contiguous().transpose(1, 2), *qkv[1:]], enable_gqa=True, label="tokens first")
+        mask = torch.rand(2, 1, length, 700, device=place) > 0.5
+        mask[0, 0, 0] = False
+        judged(qkv, mask, enable_gqa=True, label=f"{length} queries, {group} heads a key, masked")
+
+
+# --- Masks -------------------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ("bool", "float"))
+def test_masks_of_every_broadcast_shape(kind: str, dtype: torch.dtype, place: str) -> None:
+    b, h, length, keys = 2, 2, 17, 24
+    shapes = ((length, keys), (1, keys), (b, 1, 1, keys), (b, h, length, keys), (1, h, length, 1), (1, 1, 1, 1))
+    for i, shape in enumerate(shapes):
+        for layout in ("as it is", ("crosswise", "off")[i % 2]):
+            torch.manual_seed(1)
+            mask = torch.rand(shape, device=place) > 0.3 if kind == "bool" else torch.randn(shape).to(place, dtype)
+            if layout == "crosswise":
+                mask = mask.transpose(-1, -2).contiguous().transpose(-1, -2)
+            elif layout == "off":
+                mask = torch.cat([mask.flatten()[:1], mask.flatten()])[1:].view(shape)
+            judged(heads(place, b, h, length, keys, 16, dtype), mask, label=f"{shape}, {layout}")
+
+
+def test_float32_mask_of_half_heads(place: str) -> None:
+    for dtype in HALVES:
+        q, k, v = heads(place, 1, 2, 20, 24, 32, dtype)
+        mask = torch.randn(20, 24, device=place)
+        want = math_backend(*(t.double() for t in (q, k, v)), mask.double())
+        assert_close(tkjit.scaled_dot_product_attention(q, k, v, mask), want, None, slack=module.SLACK[0], label=str(dtype))
+
+
+def test_gradient_of_a_mask_alone(place: str) -> None:
+    q, k, v = heads(place, 2, 2, 20, 30, 16, torch.float32)
+    for shape in ((20, 30), (2, 1, 20, 30), (30,) * 0 + (1, 30)):
+        mask = torch.randn(shape, device=place, requires_grad=True)
+        wide = mask.detach().double().requires_grad_()
+        g = torch.randn(2, 2, 20, 16, device=place)
+        (got,) = torch.autograd.grad(tkjit.scaled_dot_product_attention(q, k, v, mask), mask, g)
+        (want,) = torch.autograd.grad(math_backend(q.double(), k.double(), v.double(), wide), wide, g.double())
+        assert_close(got, want, None, slack=module.SLACK[1], label=f"mask of {shape}")
+
+
+@pytest.mark.parametrize("wanted", range(1, 8))
+def test_gradients_of_some(wanted: int, place: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for d in (32, 256):
+            qkv = heads(place, 1, 1, 20, 30, d, dtype)
+            for bit, t in enumerate(qkv):
+                t.requires_grad_(bool(wanted >> bit & 1))
+            leaves = [t for t in qkv if t.requires_grad]
+            g = torch.randn(1, 1, 20, d).to(place, dtype)
+            got = torch.autograd.grad(tkjit.scaled_dot_product_attention(*qkv), leaves, g)
+            wide = [t.detach().double().requires_grad_(t.requires_grad) for t in qkv]
+            want = torch.autograd.grad(math_backend(*wide), [t for t in wide if t.requires_grad], g.double())
+            for a, b in zip(got, want, strict=True):
+                assert_close(a, b, None, slack=module.SLACK[1], label=f"{dtype} {d} {wanted:03b}")
+
+
+@every_dtype
+def test_query_that_sees_no_key_is_zero_and_so_are_its_gradients(dtype: torch.dtype, place: str) -> None:
+    keep = torch.ones(70, 70, dtype=torch.bool, device=place).tril()
+    keep[5] = False
+    keep[64:] = False
+    dead = ~keep.any(-1)
+    for mask in (keep, torch.zeros(70, 70, device=place, dtype=dtype).masked_fill(~keep, -math.inf)):
+        got = judged(heads(place, 1, 2, 70, 70, 16, dtype), mask)
+        assert (got.outputs[0][..., dead, :] == 0).all() and (got.gradients[0][..., dead, :] == 0).all()
+
+
+@every_dtype
+def test_mask_of_the_lowest_number_is_an_average(dtype: torch.dtype, place: str) -> None:
+    q, k, v = heads(place, 1, 1, 3, 3, 4, dtype)
+    mask = torch.full((3, 3), torch.finfo(dtype).min, dtype=dtype, device=place)
+    out = tkjit.scaled_dot_product_attention(q, k, v, mask)
+    assert_close(out, math_backend(q.double(), k.double(), v.double(), mask.double()), None, slack=module.SLACK[0], label=str(dtype))
+
+
+def test_biases_of_torch_are_not_materialized(place: str) -> None:
+    for length, keys in ((16, 32), (32, 16), (23, 56), (70, 70)):
+        for bias in (causal_upper_left, causal_lower_right):
+            q, k, v = heads(place, 1, 2, length, keys, 16, torch.float32)
+            lower = bias is causal_lower_right
+            seen = torch.ones(length, keys, dtype=torch.bool, device=place).tril(keys - length if lower else 0)
+            got = answer(lambda q, k, v: tkjit.scaled_dot_product_attention(q, k, v, bias(length, keys)), [q, k, v])  # noqa: B023
+            want = answer(lambda q, k, v: math_backend(q, k, v, seen), [q.double(), k.double(), v.double()])  # noqa: B023
+            for a, b in zip(got.tensors, want.tensors, strict=True):
+                assert_close(a, b, None, slack=module.SLACK[1], label=f"{length} {keys} {bias.__name__}")
+
+
+# --- Corners -----------------------------------------------------------------------------------------------------------
+
+
+@every_dtype
+def test_any_scale(dtype: torch.dtype, place: str) -> None:
+    for scale in (0.0, -1.0, 1e-4, 3.0):
+        judged(heads(place, 1, 1, 20, 37, 16, dtype), scale=scale, label=f"scale {scale}")
+
+
+@every_dtype
+def test_scores_beyond_half_precision(dtype: torch.dtype, place: str) -> None:
+    q, k, v = heads(place, 1, 1, 8, 8, 64, dtype)
+    q, k = torch.full_like(q, 256.0), torch.full_like(k, 256.0)
+    out = tkjit.scaled_dot_product_attention(q, k, v)
+    assert_close(out, v.double().mean(-2, keepdim=True).expand_as(v), None, slack=module.SLACK[0], label=str(dtype))
+
+
+@every_dtype
+def test_empty_sizes(dtype: torch.dtype, place: str) -> None:
+    for b, h, length, keys, d, dv in ((0, 2, 4, 4, 8, 8), (2, 0, 4, 4, 8, 8), (1, 2, 0, 4, 8, 8), (1, 2, 4, 0, 8, 8), (1, 2, 4, 4, 0, 8), (1, 2, 4, 4, 8, 0)):
+        qkv = [torch.randn(s).to(place, dtype).requires_grad_() for s in ((b, h, length, d), (b, h, keys, d), (b, h, keys, dv))]
+        poison(place) if place == "cuda" else None
+        out = tkjit.scaled_dot_product_attention(*qkv)
+        assert out.shape == (b, h, length, dv) and out.dtype == dtype
+        grads = torch.autograd.grad(out, qkv, torch.ones_like(out))
+        assert [g.shape for g in grads] == [t.shape for t in qkv]
+        if keys == 0 or length == 0:
+            assert all((t == 0).all() for t in (out, *grads))
+
+
+def test_nan_and_infinity_reach_who_sees_them(place: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for value in (math.nan, math.inf):
+            q, k, v = heads(place, 1, 1, 40, 40, 16, dtype)
+            v[..., 30, 3] = value
+            out = tkjit.scaled_dot_product_attention(q, k, v, is_causal=True)
+            assert not out[..., 30:, 3].isfinite().any() and out[..., :3].isfinite().all()
+            q, k, v = heads(place, 1, 1, 40, 40, 16, dtype)
+            k[..., 30, 3] = math.nan
+            out = tkjit.scaled_dot_product_attention(q, k, v, is_causal=True)
+            assert out[..., 30:, :].isnan().all() and out[..., :30, :].isfinite().all()
+
+
+def test_more_blocks_than_a_grid_has_rows(place: str) -> None:
+    n = 65537 if place == "cuda" else 300
+    q, k, v = heads(place, n, 1, 2, 2, 8, torch.bfloat16)
+    got = answer(tkjit.scaled_dot_product_attention, [q, k, v])
+    want = answer(math_backend, [q.double(), k.double(), v.double()])
+    for a, b in zip(got.tensors, want.tensors, strict=True):
+        assert_close(a[-8:], b[-8:], None, slack=module.SLACK[1])
+
+
+# --- Layouts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_views_give_what_dense_copies_give(dtype: torch.dtype, place: str) -> None:
+    q, k, v = heads(place, 2, 2, 33, 40, 32, dtype)
+    dense = answer(tkjit.scaled_dot_product_attention, [q, k, v])
+
+    def tokens_first(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def every_second(t: Tensor) -> Tensor:
+        wide = torch.full((*t.shape[:2], 2 * t.shape[2], t.shape[3]), math.nan, device=place, dtype=dtype)
+        wide[:, :, ::2] = t
+        return wide[:, :, ::2]
+
+    def crosswise(t: Tensor) -> Tensor:
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    def one_off(t: Tensor) -> Tensor:
+        flat = torch.full((t.numel() + 1,), math.nan, device=place, dtype=dtype)
+        flat[1:] = t.flatten()
+        return flat[1:].view(t.shape)
+
+    def packed(t: Tensor) -> Tensor:
+        wide = torch.full((*t.shape[:3], 3 * t.shape[3]), math.nan, device=place, dtype=dtype)
+        wide[..., t.shape[3] : 2 * t.shape[3]] = t
+        return wide[..., t.shape[3] : 2 * t.shape[3]]
+
+    for layout in (tokens_first, every_second, crosswise, one_off, packed):
+        got = answer(tkjit.scaled_dot_product_attention, [layout(q), layout(k), layout(v)])
+        assert_same(got.outputs, dense.outputs, layout.__name__)
+        for a, b in zip(got.gradients, dense.gradients, strict=True):
+            assert_close(a, b.double(), None, slack=module.SLACK[1], label=layout.__name__)
+
+
+def test_output_is_laid_out_as_query(place: str) -> None:
+    q, k, v = heads(place, 2, 3, 5, 7, 16, torch.float32)
+    assert tkjit.scaled_dot_product_attention(q, k, v).is_contiguous()
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert tkjit.scaled_dot_product_attention(q, k, v).transpose(1, 2).is_contiguous()
+
+
+def test_broadcast_heads_and_batches_are_read_in_place(place: str) -> None:
+    q, k, v = heads(place, 2, 4, 9, 33, 64, torch.bfloat16)
+    judged([q, k[:1, :1].expand_as(k), v[:1].expand_as(v)])
+
+
+# --- Dropout -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_dropout_in_forward_and_backward(dtype: torch.dtype, place: str) -> None:
+    """With v the identity the output is the dropped weights themselves; with them, gradients follow by hand."""
+    b, h, n, p = 1, 2, 64, 0.3
+    q, k, _ = heads(place, b, h, n, n, 64, dtype)
+    v = torch.eye(n, device=place, dtype=dtype).expand(b, h, n, n).contiguous()
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    torch.manual_seed(7)
+    out = tkjit.scaled_dot_product_attention(q, k, v, dropout_p=p)
+    torch.manual_seed(7)
+    assert_same([tkjit.scaled_dot_product_attention(q, k, v, dropout_p=p)], [out])
+    kept = (out != 0).double() / (1 - p)
+    assert abs(float((out != 0).double().mean()) - (1 - p)) < 5 * math.sqrt(p * (1 - p) / out.numel())
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    weights = (wide[0] @ wide[1].mT / 8.0).softmax(-1) * kept
+    g = torch.randn(b, h, n, n).to(place, dtype)
+    got = torch.autograd.grad(out, (q, k, v), g)
+    want = torch.autograd.grad(weights @ wide[2], wide, g.double())
+    assert_close(out, (weights @ wide[2]).detach(), None, slack=module.SLACK[0])
+    for a, c in zip(got, want, strict=True):
+        assert_close(a, c, None, slack=module.SLACK[1])
+
+
+def test_dropout_of_everything_and_of_nothing(place: str) -> None:
+    q, k, v = heads(place, 1, 1, 9, 9, 16, torch.float32)
+    assert (tkjit.scaled_dot_product_attention(q, k, v, dropout_p=1.0) == 0).all()
+    before = torch.random.get_rng_state() if place == "cpu" else torch.cuda.get_rng_state()
+    tkjit.scaled_dot_product_attention(q, k, v, dropout_p=0.0)
+    assert torch.equal(before, torch.random.get_rng_state() if place == "cpu" else torch.cuda.get_rng_state())
+
+
+# --- Gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_deterministic_backward_gives_the_same_bits(dtype: torch.dtype, place: str) -> None:
+    n = 300 if place == "cuda" else 150
+    qkv = heads(place, 1, 2, n, n, 64, dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = judged(qkv, is_causal=True)
+        for _ in range(30 if place == "cuda" else 3):
+            again = answer(tkjit.scaled_dot_product_attention, qkv, {"is_causal": True})
+            assert_same(again.tensors, first.tensors)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_second_derivatives(place: str) -> None:
+    for kwargs in ({}, {"is_causal": True}, {"scale": -0.5}):
+        qkv = [t.requires_grad_() for t in heads(place, 1, 1, 4, 5, 4, torch.float64)]
+        torch.autograd.gradcheck(lambda *t: tkjit.scaled_dot_product_attention(*t, **kwargs), qkv)  # noqa: B023
+        torch.autograd.gradgradcheck(lambda *t: tkjit.scaled_dot_product_attention(*t, **kwargs), qkv)  # noqa: B023
+    qkv = [t.requires_grad_() for t in heads(place, 1, 1, 4, 5, 4, torch.float64)]
+    out = tkjit.scaled_dot_product_attention(*qkv, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(out.sum(), qkv, create_graph=True)
+
+
+# --- Wrong arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_what_torch_refuses_is_refused_with_its_type() -> None:
+    q, k, v = heads("cpu", 2, 4, 5, 7, 8, torch.float32)
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    wrong: list[tuple[tuple, dict]] = [
+        ((q, k.half(), v), {}),
+        ((q, k[..., :4], v), {}),
+        ((q, k, v[..., :3, :]), {}),
+        ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}),
+        ((q, k[:, :2], v[:, :2]), {}),
+        ((q[0, 0, 0], k, v), {}),
+        ((q, k, v, mask), {"is_causal": True}),
+        ((q, k, v, mask[:3]), {}),
+        ((q, k, v, mask[:, :3]), {}),
+        ((q, k, v, torch.ones(3, 1, 5, 7)), {}),
+        ((q, k, v), {"dropout_p": 1.5}),
+        ((q, k, v, causal_lower_right(5, 7)), {"is_causal": True}),
+    ]
+    for args, kwargs in wrong:
+        with pytest.raises(Exception) as theirs:
+            math_backend(*args, **kwargs)
+        with pytest.raises(Exception) as ours:
+            tkjit.scaled_dot_product_attention(*args, **kwargs)
+        shapes = [tuple(a.shape) for a in args], kwargs
+        assert type(ours.value) is type(theirs.value), f"{shapes}: {ours.value!r}, torch: {theirs.value!r}"
+
+
+def test_every_config_fits_every_gpu() -> None:
+    """Where the tables have nothing that fits, the planner would raise; that may happen on small GPUs with wide doubles only."""
+    from tkjit._device import ARCHS, Device
+
+    for arch in ARCHS[1:]:
+        for size in (2, 4, 8):
+            for width in module._WIDTHS:
+                for kernel in ("fwd", "bwd_dkv", "bwd_dq", "bwd_dmask"):
+                    small = Device.of_arch(arch).smem_block < 160 << 10 and width == 512 and size > 2
+                    try:
+                        config = module.Config.pick(kernel, size, width, width, 4096, Device.of_arch(arch))
+                    except NotImplementedError:
+                        assert small, f"{arch} {kernel} {size} bytes {width}"
+                    else:
+                        assert config.shared_bytes(kernel, size, width, width) <= Device.of_arch(arch).smem_block
