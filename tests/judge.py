@@ -91,7 +91,9 @@ def check(
         assert_close(result, want.outputs[i], own.outputs[i], dim=dim, slack=slack[0], label=f"{label}, output {i}")
     for i, result in enumerate(got.gradients):
         size = scale(want, wide_grads) if scale else _size(want.gradients[i], wide_grads)
-        assert_close(result, want.gradients[i], own.gradients[i], scale=size, slack=slack[1], label=f"{label}, gradient {i}")
+        assert_close(
+            result, want.gradients[i], own.gradients[i], scale=size, slack=slack[1], label=f"{label}, gradient {i}"
+        )
     return got
 
 
@@ -115,6 +117,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def bits(tensor: Tensor) -> Tensor:
     """The values as integers; every NaN alike, and 0 apart from -0."""
+    if not tensor.is_floating_point():
+        return tensor.detach().contiguous().view(torch.uint8)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor.detach()).contiguous().view(whole)
 

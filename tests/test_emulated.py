@@ -183,7 +183,9 @@ def test_gpu_gives_the_emulators_result(op: str, dtype: torch.dtype, device: str
             if dtype in EPS:
                 # dx = y (dy - sum(y dy)), or dy - exp(y) sum(dy): it may be far smaller than what it is a difference of.
                 sums = dy.double().abs().sum(dim, keepdim=True)
-                term = (y.double().exp() * sums if log else y.double() * dy.double().abs().amax(dim, keepdim=True)).max()
+                term = (
+                    y.double().exp() * sums if log else y.double() * dy.double().abs().amax(dim, keepdim=True)
+                ).max()
                 largest = (float(y.double().abs().max()), float(term))
                 for ours, theirs, most in zip((y, dx), (y_gpu, dx_gpu), largest):
                     apart = float((ours.double() - theirs.double()).abs().max()) / most

@@ -107,7 +107,9 @@ def test_the_hardware_counts_the_same() -> None:
         pytest.skip("the machine doesn't allow counters")
     assert done.returncode == 0, done.stdout + done.stderr
     table = done.stdout[done.stdout.index('"ID"') :]
-    seen = [(row["Metric Name"], float(row["Metric Value"].replace(",", ""))) for row in csv.DictReader(io.StringIO(table))]
+    seen = [
+        (row["Metric Name"], float(row["Metric Value"].replace(",", ""))) for row in csv.DictReader(io.StringIO(table))
+    ]
     assert [value for name, value in seen if name == metric["shared"]][: len(SHARED)] == [row[2] for row in SHARED]
     assert [value for name, value in seen if name == metric["global"]][len(SHARED) :] == [row[3] for row in GLOBAL]
 

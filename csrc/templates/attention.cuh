@@ -277,29 +277,43 @@ combine(T* o,                                    // (batch, heads, q_len, dv)
         Problem a, int64_t n_rows, int parts)
 {
     using Acc = tk::accumulator_t<T>;
+    constexpr int kMost = 4;  // parts of a lane; 128 in all
     const int64_t r = int64_t(blockIdx.x) * 4 + int(threadIdx.x) / 32;
     if (r >= n_rows) {
         return;
     }
-    Acc m = -tk::limits<Acc>::inf(), sum = Acc(0);
-    for (int p = 0; p < parts; ++p) {
-        m = tk::fmax(m, part_stats[2 * p * n_rows + r]);
+    Acc top[kMost], sums[kMost], m = -tk::limits<Acc>::inf(), sum = Acc(0);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+        const int p = 32 * i + tk::lane();
+        top[i] = p < parts ? part_stats[2 * p * n_rows + r] : -tk::limits<Acc>::inf();
+        sums[i] = p < parts ? part_stats[(2 * p + 1) * n_rows + r] : Acc(0);
+        m = tk::fmax(m, top[i]);
     }
+    m = tile::across<32>(m, [](Acc x, Acc y) { return tk::fmax(x, y); });
     const Acc less = m == -tk::limits<Acc>::inf() ? Acc(0) : m;
-    auto weight_of = [&](int p) {
-        return tk::exp<true>(part_stats[2 * p * n_rows + r] - less) * part_stats[(2 * p + 1) * n_rows + r];
-    };
-    for (int p = 0; p < parts; ++p) {
-        sum += weight_of(p);
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) {
+        sums[i] *= tk::exp<true>(top[i] - less);
+        sum += sums[i];
     }
+    sum = tile::across<32>(sum, [](Acc x, Acc y) { return x + y; });
     const Acc factor = sum == Acc(0) ? Acc(0) : Acc(1) / sum;
     T* row = o + r / a.q_len / a.heads * a.o.b + r / a.q_len % a.heads * a.o.h + r % a.q_len * a.o.l;
-    for (int i = tk::lane(); i < a.dv; i += 32) {
+    for (int first = 0; first < a.dv; first += 32) {  // all lanes, for the shuffles
+        const int col = first + tk::lane();
         Acc total = Acc(0);
-        for (int p = 0; p < parts; ++p) {
-            total += weight_of(p) * part[(p * n_rows + r) * a.dv + i];
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) {
+#pragma unroll 8
+            for (int p = 32 * i; p < tk::min(parts, 32 * i + 32); ++p) {
+                const Acc weight = tk::shuffle<32>(sums[i], p % 32);
+                total += col < a.dv ? weight * part[(p * n_rows + r) * a.dv + col] : Acc(0);
+            }
         }
-        row[i] = tk::from_acc<T>(total * factor);
+        if (col < a.dv) {
+            row[col] = tk::from_acc<T>(total * factor);
+        }
     }
     if (kStats && tk::lane() == 0) {
         stats[r] = m;

@@ -13,13 +13,14 @@ from ._core import __version__
 from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchError
 
 if TYPE_CHECKING:
-    from . import cache
+    from . import attention, cache
     from ._warmup import warmup
     from .ops.attention import scaled_dot_product_attention
     from .ops.softmax import log_softmax, softmax
 
 # name -> the module that holds it
 _LAZY = {
+    "attention": "attention",
     "cache": "cache",
     "log_softmax": "ops.softmax",
     "scaled_dot_product_attention": "ops.attention",
@@ -34,6 +35,7 @@ __all__ = [
     "Error",
     "LaunchError",
     "__version__",
+    "attention",
     "cache",
     "log_softmax",
     "scaled_dot_product_attention",

@@ -121,8 +121,9 @@ def _plain(arg: Any) -> Any:
 
 
 def _check(op: Op, tensors: list[Tensor]) -> None:
-    for tensor in tensors if op.dtypes is not None else ():
-        require_dtype(op.name, str(tensor.dtype).removeprefix("torch."), op.dtypes)
+    if op.dtypes is not None:
+        for tensor in tensors:
+            require_dtype(op.name, str(tensor.dtype).removeprefix("torch."), op.dtypes)
 
 
 def _refuse_devices(op: Op, tensors: list[Tensor]) -> None:

@@ -128,8 +128,8 @@ def op_cases(
         peers_key: Under which name ``benchmarks/peers.py`` lists this op's peers; by default ``name``. torch,
             torch.compile and the copy are peers of every op without being listed.
         dtypes: What the op accepts.
-        slack: How many times the floor of closeness the error of an output, and of a gradient, may be: more than 1 where it is
-            summed from terms that were rounded, or is the difference of larger ones.
+        slack: How many times what the rule of closeness allows the error of an output, and of a gradient, may be: more than 1
+            where it is summed from terms that were rounded, or is the difference of larger ones.
     """
     called = name or public.__name__
     cases = tuple(bench)
@@ -395,15 +395,16 @@ def closeness(
         dim: See :func:`error`.
         scale: See :func:`error`.
         fudge: How much worse than torch is allowed.
-        slack: How many times the floor is allowed in any case.
+        slack: How many times all that is allowed.
         at_most: A fixed bound on top, whatever torch's own error.
     """
     if got.dtype not in FLOOR:
         raise TypeError(f"got has dtype {got.dtype}; the rule of closeness covers {', '.join(map(str, FLOOR))}")
     own = math.nan if torch_result is None else error(torch_result, want, dim, scale)
-    bound = slack * FLOOR[got.dtype]
+    bound = FLOOR[got.dtype]
     if math.isfinite(own):
         bound = max(bound, fudge * own)
+    bound *= slack
     if at_most is not None:
         bound = min(bound, at_most)
     worst, at = _worst(got, want, dim, scale)

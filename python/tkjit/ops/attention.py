@@ -25,10 +25,10 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from .._device import Device, device_of
 from .._library import define
 from .._plan import Spec, f64, i32, i64, plan, planned, scratch, struct, u32
-from .._rows import DTYPES, ITEMSIZE, ceil_div
+from .._rows import DTYPES, ceil_div
 from .._template import CTYPES, template
 from .._torch import Op, compiling, routed
-from ..testing import BenchCase, DTYPE_NAMES, Sample, op_cases
+from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
 
 MAX_HEAD_DIM = 512
 
@@ -83,18 +83,20 @@ class Config:
         return total + (rows * (self.step + 1) * acc if kernel == "bwd_dmask" else 0)
 
     @classmethod
-    def pick(cls, kernel: str, size: int, kd: int, kdv: int, rows: int, device: Device) -> Config:
+    def pick(cls, kernel: str, size: int, kd: int, kdv: int, rows: int, device: Device, masked: bool = False) -> Config:
         """The first that the device has shared memory for."""
         width = max(kd, kdv)
         for most, *choices in _TILES[kernel, size]:
             if width > most:
                 continue
-            for step, warps, tiles, out in choices:
-                c = cls(step, warps, tiles, out)
-                # A block of more rows than there are, by half or more, is the next one's work.
-                if c.rows(size) >= 2 * rows and c.warps > 1 and c.rows(size) > 16 and (step, warps, tiles, out) != choices[-1]:
-                    continue
-                if c.shared_bytes(kernel, size, kd, kdv) <= device.smem_block:
+            for choice in choices:
+                c = cls(*choice)
+                last = choice == choices[-1]
+                # More rows than there are, by half or more, are work for nothing. A mask takes the registers of a warp's second
+                # tile: 2.63 ms beside 2.95 with a bias at 128 columns, 4096 queries and keys. NVIDIA H200, 2026-12-01.
+                idle = c.rows(size) >= 2 * rows and c.rows(size) > 16
+                full = masked and kernel == "fwd" and size == 2 and c.tiles > 1
+                if c.shared_bytes(kernel, size, kd, kdv) <= device.smem_block and (last or not (idle or full)):
                     return c
         raise NotImplementedError(
             f"scaled_dot_product_attention: {device.arch} has too little shared memory for {size}-byte heads of {width}"
@@ -135,7 +137,9 @@ _FUSED: list[tuple[Any, ...]] = [
     (256, (64, 64, 8, 4, 2), (64, 64, 8, 4, 1), (32, 64, 8, 2, 1)),
 ]
 
-# (step, warps, tiles, columns of the output) by the kernel, the bytes of an element and the wider of the two heads.
+# (step, warps, tiles, columns of the output) by the kernel, the bytes of an element and the wider of the two heads. The first of
+# fwd and bwd_dq for two bytes, and all of _FUSED's first, are the fastest of some five each at 16k tokens, 4096 a sequence,
+# causal and not. NVIDIA H200, 2026-12-01. The others are what smaller shared memories hold; for 4 and 8 bytes nothing was tuned.
 _TILES: dict[tuple[str, int], list[tuple[Any, ...]]] = {
     ("fwd", 2): [
         (64, (128, 4, 2, 64), (64, 4, 1, 64), (32, 1, 1, 64)),
@@ -201,7 +205,8 @@ class Call:
         q, k, v = self.q, self.k, self.v
         name = "scaled_dot_product_attention"
         if q.dtype not in DTYPES:
-            raise RuntimeError(f"{name}: Expected query, key, and value of a floating type, but got {q.dtype}")
+            kind = NotImplementedError if q.dtype.startswith(("float", "complex")) else RuntimeError
+            raise kind(f"{name}: Expected query, key, and value of type {', '.join(DTYPES)}, but got {q.dtype}")
         if not q.dtype == k.dtype == v.dtype:
             raise RuntimeError(
                 f"{name}: Expected query, key, and value to have the same dtype, but got query.dtype: {q.dtype}, key.dtype: "
@@ -210,7 +215,7 @@ class Call:
         shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
         if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
-        if k.shape[1] == 0 and q.shape[1] != 0 or k.shape[1] and q.shape[1] % k.shape[1]:
+        if (k.shape[1] == 0 and q.shape[1] != 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
             raise RuntimeError(f"{name}: query has no multiple of key's heads: {shapes}")
         if self.mask is not None:
             if self.mask.dtype not in ("bool", "float32", q.dtype):
@@ -267,7 +272,7 @@ class Call:
 
     def problem(self, o: Spec | None = None, g: Spec | None = None) -> Any:
         """attention::Problem."""
-        mask = (0, 0, 0, 0)
+        mask: tuple[int, ...] = (0, 0, 0, 0)
         if self.mask is not None:
             own = tuple(0 if n == 1 else s for n, s in zip(self.mask.shape, self.mask.strides))
             mask = (0,) * (4 - len(own)) + own
@@ -293,7 +298,7 @@ def _vectors(*specs: Spec) -> bool:
 
 def _like(shape: tuple[int, int, int, int], source: Spec) -> Spec:
     """A new tensor laid out in the source's order: (batch, heads, length, d), or with the lengths before the heads."""
-    b, h, n, d = shape
+    _, h, n, d = shape
     contiguous = (h * n * d, n * d, d, 1)
     tokens_first = (n * h * d, d, h * d, 1)
     strides = tokens_first if _tokens_first(source.shape, source.strides) else contiguous
@@ -334,11 +339,11 @@ def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, devic
     q, k, v = call.q, call.k, call.v
     b, h, length, _ = q.shape
     kd, kdv = call.widths
-    c = Config.pick("fwd", call.size, kd, kdv, length, device)
+    c = Config.pick("fwd", call.size, kd, kdv, length, device, call.mask is not None)
     columns = c.columns(kdv)
     chunks = kdv // columns
     blocks = ceil_div(length, c.rows(call.size)) * b * h * chunks
-    parts = _parts(blocks, k.shape[2], c, device)
+    parts = _parts(length, k.shape[2])
     kernel = template("attention").kernel(
         "fwd", T=q.dtype, S=call.score(c.rows(call.size), c.step), kVector=_vectors(q, k, v), kStats=stats is not None or parts > 1,
         kParts=parts > 1, BLOCK_N=c.step, kD=kd, kDv=columns, kWarps=c.warps, kTiles=c.tiles,
@@ -365,7 +370,7 @@ def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, devic
 def _packed(q: Spec, k: Spec, mask: Spec | None, o: Spec) -> tuple[Spec, Spec | None, Spec] | None:
     """Query, mask and output with the heads that share keys as further queries of one head: few queries are little work for a
     tile, and the keys are then read once. None where their strides don't allow it."""
-    b, h, length, d = q.shape
+    b, h, length, _ = q.shape
     heads = k.shape[1]
     group = h // max(heads, 1)
 
@@ -385,13 +390,15 @@ def _packed(q: Spec, k: Spec, mask: Spec | None, o: Spec) -> tuple[Spec, Spec | 
     return None if folded[0] is None or folded[1] is None else (folded[0], mask, folded[1])
 
 
-def _parts(blocks: int, keys: int, c: Config, device: Device) -> int:
-    """Among how many blocks the keys of a tile are shared out: so that there are enough of them to load from memory at its rate.
+# Of the keys of one block, where there are many keys and few queries; the same for any batch, so that an entry's bits don't
+# depend on its neighbours. 32 heads of 128 on 8 of 8192 keys, batches of 32 and 1: 0.309 and 0.046 ms; with 256 0.331 and 0.049,
+# with 1024 0.297 and 0.055. NVIDIA H200, 2026-12-01.
+PART_KEYS = 512
 
-    Each gets four steps at least. NVIDIA H200: five blocks of one warp a multiprocessor have the bytes in flight that it takes.
-    """
-    wanted = (5 if c.warps == 1 else 2) * device.sms
-    return max(min(wanted // max(blocks, 1), ceil_div(keys, 4 * c.step), 128), 1)
+
+def _parts(rows: int, keys: int) -> int:
+    """Among how many blocks the keys of a tile of queries are shared out."""
+    return max(min(ceil_div(keys, PART_KEYS), 128), 1) if rows <= 64 else 1
 
 
 def _require_arch(device: Device) -> Device:
@@ -414,7 +421,9 @@ def _backward(
     call = Call(q, k, v, mask, seed, causal, offset, scale, dropout)
     device = _require_arch(device_of(q))
     if g.shape != o.shape or g.dtype != o.dtype:
-        raise RuntimeError(f"attention_backward: the gradient is {g.dtype} of {g.shape}, the output {o.dtype} of {o.shape}")
+        raise RuntimeError(
+            f"attention_backward: the gradient is {g.dtype} of {g.shape}, the output {o.dtype} of {o.shape}"
+        )
     dq, dk, dv = (_like(t.shape, t) for t in (q, k, v))  # type: ignore[arg-type]
     outputs = [spec for bit, spec in enumerate((dq, dk, dv)) if wanted >> bit & 1]
     size, (kd, kdv), n_rows = call.size, call.widths, call.n_rows
@@ -439,15 +448,21 @@ def _backward(
         if grid:
             tile = (c.rows(size), c.step)[:: -1 if name == "bwd_dkv" else 1]
             kernel = k_of.kernel(name, T=q.dtype, S=call.score(*tile), **more)
-            launches.append(kernel.launch(grid=grid, block=32 * c.warps, smem=c.shared_bytes(name, size, kd, kdv), args=args))
+            launches.append(
+                kernel.launch(grid=grid, block=32 * c.warps, smem=c.shared_bytes(name, size, kd, kdv), args=args)
+            )
 
     tensors = (rows, q, k, v, g, mask, seed, problem)
-    fused = FusedConfig.pick(kd, kdv, device) if wanted & 7 == 7 and size == 2 and not fixed_order and n_rows and keys else None
+    fused = (
+        FusedConfig.pick(kd, kdv, device)
+        if wanted & 7 == 7 and size == 2 and not fixed_order and n_rows and keys
+        else None
+    )
     if fused is not None:
         sums = scratch(n_rows * kd * 4, zeroed=True)
         kernel = k_of.kernel(
-            "bwd", T=q.dtype, S=call.score(fused.BLOCK_M, fused.BLOCK_N), kVector=vector, BLOCK_M=fused.BLOCK_M, BLOCK_N=fused.BLOCK_N, kD=kd, kDv=kdv,
-            kWarps=fused.warps, kAcross=fused.across, kStages=fused.stages,
+            "bwd", T=q.dtype, S=call.score(fused.BLOCK_M, fused.BLOCK_N), kVector=vector, BLOCK_M=fused.BLOCK_M,
+            BLOCK_N=fused.BLOCK_N, kD=kd, kDv=kdv, kWarps=fused.warps, kAcross=fused.across, kStages=fused.stages,
         )  # fmt: skip
         launches.append(
             kernel.launch(
@@ -507,7 +522,10 @@ def _backward(
 
 def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
     """Of q, k, v and the mask; None where none is wanted."""
-    found = _backward(g, q, k, v, o, stats, mask, seed, *scalars, wanted, torch.are_deterministic_algorithms_enabled())
+    # A hook may have given the statistics other strides, which the kernels don't ask for.
+    found = _backward(
+        g, q, k, v, o, stats.contiguous(), mask, seed, *scalars, wanted, torch.are_deterministic_algorithms_enabled()
+    )
     found = iter(found if isinstance(found, (tuple, list)) else (found,))
     grads = [next(found) if wanted >> bit & 1 else None for bit in range(4)]
     if grads[3] is not None:
@@ -522,7 +540,7 @@ def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *more):
-        *absent, causal, offset, scale, dropout = ctx.scalars
+        causal, offset, scale, dropout = ctx.scalars[-4:]
         seed = more[-1] if dropout > 0 else None
         mask = more[0] if len(more) > (seed is not None) else None
         o, stats = _forward(q, k, v, mask, seed, causal, offset, scale, dropout, True)
@@ -562,7 +580,7 @@ def _materialized(q, k, mask, causal, offset):
 def _composite(q, k, v, mask, seed, causal, offset, scale, dropout):
     """torch's own, of plain ops: for what the kernels don't do."""
     mask, causal = _materialized(q, k, mask, causal, offset)
-    gqa = q.dim() >= 3 and k.shape[-3] != q.shape[-3] and k.shape[-3] != 1
+    gqa = bool(q.dim() >= 3 and k.shape[-3] != q.shape[-3] and k.shape[-3] != 1)
     with sdpa_kernel(SDPBackend.MATH):
         return _torchs(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
 
@@ -597,7 +615,8 @@ def _library_second(ctx, gradients):
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in (g, q, k, v)]
         mask = mask.detach().requires_grad_() if ctx.wanted & 8 else mask
-        first = [t for t in _differentiable(*inputs, mask, ctx.scalars, ctx.wanted) if t is not None]
+        dy, dq, dk, dv = inputs
+        first = [t for t in _differentiable(dy, dq, dk, dv, mask, ctx.scalars, ctx.wanted) if t is not None]
     sources = [*inputs, *([mask] if ctx.wanted & 8 else [])]
     found = list(torch.autograd.grad(first, sources, gradients, allow_unused=True))
     d_mask = found.pop() if ctx.wanted & 8 else None
@@ -613,7 +632,9 @@ def _empty_like(shape, source):
 
 def _fake(q, k, v, mask, seed, causal, offset, scale, dropout):
     if not q.is_floating_point():
-        raise RuntimeError(f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}")
+        raise RuntimeError(
+            f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}"
+        )
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _empty_like((*q.shape[:3], v.shape[3]), q), q.new_empty((2, *q.shape[:3]), dtype=acc)
 
@@ -728,19 +749,17 @@ def scaled_dot_product_attention(
             offset = attn_mask.seq_len_kv - attn_mask.seq_len_q if lower else 0
             attn_mask, is_causal = None, True
         elif is_causal:
-            raise RuntimeError(
-                "scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True"
-            )
+            raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
     if has_torch_function_variadic(query, key, value, attn_mask):
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         more = dict(scale=scale, enable_gqa=enable_gqa)
         return handle_torch_function(scaled_dot_product_attention, given[:4], *given, **more)
     if _is_torchs(query, key, value, attn_mask):
         mask, causal = _materialized(query, key, attn_mask, is_causal, offset)
-        return _torchs(
-            query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if query.is_complex() or (not compiling() and torch._C._is_tracing()):
+        return _torchs(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+    if query.is_complex():
+        raise NotImplementedError(f"scaled_dot_product_attention: not implemented for {query.dtype}")
+    if not compiling() and torch._C._is_tracing():
         return _composite(query, key, value, attn_mask, None, is_causal, offset, scale, dropout_p)
     if dropout_p and not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
@@ -761,7 +780,7 @@ def _is_torchs(query, key, value, mask):
     for torch to refuse."""
     return (
         not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor))
-        or not (mask is None or isinstance(mask, Tensor) and mask.dim() >= 2)
+        or not (mask is None or (isinstance(mask, Tensor) and mask.dim() >= 2))
         or query.is_nested
         or key.is_nested
         or value.is_nested
@@ -815,11 +834,10 @@ def _general(q, k, v, mask, dropout, causal, offset, scale, gqa):
             raise RuntimeError(f"{name}: leading dimensions do not broadcast: {shapes}") from error
         q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (q, k, v))
         lead = lead[:-1]
-    if mask is not None:
-        if mask.dim() > 2:
-            mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    if mask is not None and mask.dim() > 2:
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
     shape = (*q.shape[:-1], v.shape[-1])
-    heads = q.shape[-3] if q.dim() >= 4 or gqa and q.dim() == 3 else 1
+    heads = q.shape[-3] if q.dim() >= 4 or (gqa and q.dim() == 3) else 1
     batch = math.prod(q.shape[:-2]) // max(heads, 1)
 
     def four(t: Tensor) -> Tensor:
@@ -846,7 +864,9 @@ def _inputs(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     seen = torch.rand(2, 1, 20, 17, device=device) > 0.3
     seen[0, 0, 3] = False
     yield Sample("bool mask", (*heads(2, 2, 20, 17, 64, 64), seen))
-    yield Sample("bias", (*heads(2, 2, 20, 17, 64, 64), torch.randn(2, 1, 17, device=device, dtype=torch.float32).to(dtype)))
+    yield Sample(
+        "bias", (*heads(2, 2, 20, 17, 64, 64), torch.randn(2, 1, 17, device=device, dtype=torch.float32).to(dtype))
+    )
     yield Sample("3-D", tuple(t[0] for t in heads(1, 3, 9, 9, 32, 32)))
     yield Sample("no batch", heads(0, 2, 4, 4, 8, 8))
     yield Sample("no keys", heads(1, 2, 4, 0, 8, 8))
@@ -881,8 +901,6 @@ def _reference(*args: Any, **kwargs: Any) -> Tensor:
 # Weights are rounded to the inputs' type before they meet v; and dp - delta, of which delta was rounded with the output, is far
 # smaller than the two where few keys share a query's weight. torch's own suite allows its fused backends 4 times the composite's
 # error in the output, and up to 180 times in the gradients.
-SLACK = (2.0, 16.0)
+SLACK = (2.0, 10.0)
 
-CASES = op_cases(
-    public=scaled_dot_product_attention, reference=_reference, inputs=_inputs, bench=_bench(), slack=SLACK
-)
+CASES = op_cases(public=scaled_dot_product_attention, reference=_reference, inputs=_inputs, bench=_bench(), slack=SLACK)
