@@ -220,3 +220,32 @@ def _liger_softmax(key: str) -> Pair:
         return only_rows
 
     return checked(forward), checked(backward)
+
+
+# --- Attention -----------------------------------------------------------------
+
+
+def _backend(name: str) -> Pair:
+    """One of torch's fused attention backends; the graph that it recorded is differentiated by it too."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def function(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+
+    return through_autograd(function)
+
+
+@peer("flash", "scaled_dot_product_attention")
+def _flash(key: str) -> Pair:
+    return _backend("FLASH_ATTENTION")
+
+
+@peer("cudnn", "scaled_dot_product_attention")
+def _cudnn(key: str) -> Pair:
+    return _backend("CUDNN_ATTENTION")
+
+
+@peer("efficient", "scaled_dot_product_attention")
+def _efficient(key: str) -> Pair:
+    return _backend("EFFICIENT_ATTENTION")

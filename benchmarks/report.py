@@ -162,12 +162,21 @@ def _notes(entries: Sequence[dict[str, Any]], label: str) -> list[str]:
     ]
 
 
+def unit(entry: dict[str, Any]) -> str:
+    """What its rates are counted in."""
+    return "TFLOP/s" if "flops" in entry else "GB/s"
+
+
+def rate(entry: dict[str, Any], peer: dict[str, Any]) -> float:
+    return entry["flops"] / peer["median"] / 1e9 if "flops" in entry else peer["gbps"]
+
+
 def device_table(op: str, entries: Sequence[dict[str, Any]]) -> str:
-    """GB/s of one dtype and direction; behind tkjit its ratio to the copy; ``>`` marks who tkjit isn't ahead of."""
+    """GB/s or TFLOP/s of one dtype and direction; behind tkjit its ratio to the copy; ``>`` marks who tkjit isn't ahead of."""
     names = [
         name for name in _in_order(entries) if any(e["peers"].get(name, {}).get("status") == "ok" for e in entries)
     ]
-    header = [f"{op} {entries[0]['dtype']} {entries[0]['direction']}, GB/s"]
+    header = [f"{op} {entries[0]['dtype']} {entries[0]['direction']}, {unit(entries[0])}"]
     for name in names:
         header += [name, "/copy"] if name == "tkjit" else [name]
     rows = []
@@ -179,7 +188,7 @@ def device_table(op: str, entries: Sequence[dict[str, Any]]) -> str:
                 row += ["-", "-"] if name == "tkjit" else ["-"]
                 continue
             ahead = entry.get("ahead", {}).get(name, True)
-            row.append(f"{'' if ahead else '>'}{peer['gbps']:.0f}")
+            row.append(f"{'' if ahead else '>'}{rate(entry, peer):.0f}")
             if name == "tkjit":
                 row.append(f"{peer['of_copy']:.3f}" if "of_copy" in peer else "-")
         rows.append(row)
@@ -227,14 +236,14 @@ def verdicts(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """README's table: GB/s of tkjit and of the best other, bold where tkjit is ahead of all, and what it was measured by."""
+    """README's table: the rate of tkjit and of the best other, bold where tkjit is ahead of all, and what it was measured by."""
     entries = results["device"]
     kinds = list(dict.fromkeys((e["dtype"], e["direction"]) for e in entries))
     cells: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for e in entries:
-        others = {n: p["gbps"] for n, p in e["peers"].items() if n not in ("tkjit", "copy") and p["status"] == "ok"}
+        others = {n: rate(e, p) for n, p in e["peers"].items() if n not in ("tkjit", "copy") and p["status"] == "ok"}
         best = max(others, key=lambda name: others[name], default=None)
-        own = f"{e['peers']['tkjit']['gbps']:.0f}" if e["peers"]["tkjit"]["status"] == "ok" else "-"
+        own = f"{rate(e, e['peers']['tkjit']):.0f}" if e["peers"]["tkjit"]["status"] == "ok" else "-"
         if all(e.get("ahead", {}).values()):
             own = f"**{own}**"
         place = (e["group"], f"{e['x']:g}")
@@ -242,9 +251,10 @@ def markdown(results: dict[str, Any]) -> str:
             f" / {others[best]:.0f} {best}" if best else ""
         )
     names = [name for name in _in_order(entries) if name != "tkjit"]
+    others_named = ", ".join(name for name in names if name != "copy")
     lines = [
         f"{results['gpu']}, {results['date'][:10]}, commit {results['commit']}, `{results['command']}`.",
-        f"GB/s of tkjit / of the best other (peers: {', '.join(name for name in names if name != 'copy')}); bold: ahead of all.",
+        f"{unit(entries[0])} of tkjit / of the best other (peers: {others_named}); bold: ahead of all.",
         "",
         "| case | " + " | ".join(f"{dtype} {direction}" for dtype, direction in kinds) + " |",
         "| --- |" + " --- |" * len(kinds),

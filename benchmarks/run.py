@@ -153,7 +153,8 @@ def on_device(op: OpCases, options: argparse.Namespace, clock: timing.Clock) -> 
 
 
 def entry_of(case: BenchCase, direction: str) -> dict[str, Any]:
-    return {
+    flops = {"flops": case.flops[direction == "backward"]} if case.flops else {}
+    return flops | {
         "case": case.label,
         "group": case.group,
         "x": case.x,

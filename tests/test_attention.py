@@ -120,13 +120,13 @@ def test_leading_dims_broadcast(place: str) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
 def test_few_queries_share_out_their_keys(dtype: torch.dtype, place: str) -> None:
-    for length, group in ((1, 4), (1, 1), (3, 2), (5, 1)):
-        qkv = heads(place, 2, 4, length, 700, 64, dtype, group=group)
+    for length, group in ((1, 4), (1, 1), (3, 2)) if dtype == torch.bfloat16 else ((1, 2),):
+        qkv = heads(place, 1, 4, length, 600, 32, dtype, group=group)
         judged(qkv, enable_gqa=True, label=f"{length} queries, {group} heads a key")
-        judged([qkv[0].transpose(1, 2).contiguous().transpose(1, 2), *qkv[1:]], enable_gqa=True, label="tokens first")
-        mask = torch.rand(2, 1, length, 700, device=place) > 0.5
+        tokens_first = [qkv[0].transpose(1, 2).contiguous().transpose(1, 2), *qkv[1:]]
+        mask = torch.rand(1, 1, length, 600, device=place) > 0.5
         mask[0, 0, 0] = False
-        judged(qkv, mask, enable_gqa=True, label=f"{length} queries, {group} heads a key, masked")
+        judged(tokens_first, mask, enable_gqa=True, label=f"{length} queries, {group} heads a key, masked")
 
 
 # --- Masks -------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ class BenchCase:
     ``make(device)`` returns fresh random arguments. The bytes are what the call must move at least, each input read
     once and each output written once; they are what GB/s counts. ``batch`` is the size of dimension 0 where each slice
     along it is independent of the others, so that a check may look at some of them; None means check everything.
-    ``grad_of`` lists the arguments that the backward differentiates.
+    ``grad_of`` lists the arguments that the backward differentiates. ``flops`` of forward and backward: where it is they that
+    bound the call, and TFLOP/s that count.
     """
 
     label: str
@@ -86,6 +87,7 @@ class BenchCase:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     batch: int | None = None
     grad_of: tuple[int, ...] = (0,)
+    flops: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

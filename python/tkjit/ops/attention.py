@@ -11,6 +11,8 @@ A kernel walks over tiles of keys with the softmax online, so that nothing of th
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -874,22 +876,29 @@ def _inputs(device: str, dtype: torch.dtype) -> Iterator[Sample]:
 
 def _bench() -> Iterator[BenchCase]:
     """16k tokens and 2048 columns of heads, as FlashAttention's papers have them."""
-    for dtype in (torch.bfloat16,):
-        for d in (64, 128, 256):
-            for causal in (False, True):
-                for length in (512, 1024, 2048, 4096, 8192, 16384):
-                    shape = (16384 // length, 2048 // d, length, d)
+    for d, causal in itertools.product((64, 128, 256), (False, True)):
+        for length in (512, 1024, 2048, 4096, 8192):
+            shape = (16384 // length, 2048 // d, length, d)
+            size = 2 * math.prod(shape)
+            flops = 4 * math.prod(shape) * length // (2 if causal else 1)
+            group = f"d{d} {'causal' if causal else 'full'}"
+            yield BenchCase(
+                label=f"{group} {'x'.join(map(str, shape))} {DTYPE_NAMES[torch.bfloat16]}",
+                group=group,
+                x=length,
+                dtype=torch.bfloat16,
+                make=functools.partial(_heads_of, shape),
+                forward_bytes=4 * size,
+                backward_bytes=8 * size,
+                kwargs={"is_causal": causal},
+                batch=shape[0],
+                grad_of=(0, 1, 2),
+                flops=(flops, 5 * flops // 2),
+            )
 
-                    def make(device: str, shape: tuple = shape, dtype: torch.dtype = dtype) -> tuple[Any, ...]:
-                        return tuple(torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
 
-                    group = f"d{d} {'causal' if causal else 'full'}"
-                    size = math.prod(shape) * dtype.itemsize
-                    yield BenchCase(
-                        label=f"{group} {'x'.join(map(str, shape))} {DTYPE_NAMES[dtype]}", group=group, x=length, dtype=dtype,
-                        make=make, forward_bytes=4 * size, backward_bytes=8 * size, kwargs={"is_causal": causal},
-                        batch=shape[0], grad_of=(0, 1, 2),
-                    )  # fmt: skip
+def _heads_of(shape: tuple[int, ...], device: str) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
 
 
 def _reference(*args: Any, **kwargs: Any) -> Tensor:
