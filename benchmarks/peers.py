@@ -236,6 +236,12 @@ def _backend(name: str) -> Pair:
     return through_autograd(function)
 
 
+@peer("torch", "scaled_dot_product_attention")
+def _torch_attention(key: str) -> Pair:
+    """What torch chooses itself, where the reference is its composite."""
+    return through_autograd(torch.nn.functional.scaled_dot_product_attention)
+
+
 @peer("flash", "scaled_dot_product_attention")
 def _flash(key: str) -> Pair:
     return _backend("FLASH_ATTENTION")

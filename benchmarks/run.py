@@ -254,6 +254,7 @@ class Expected:
         args = tuple(self._part(a) if isinstance(a, torch.Tensor) else a for a in call.args)
         grads = tuple(map(self._part, call.grads))
         self.batch = call.case.batch
+        self.op, self.slack = call.op, call.op.slack[call.direction == "backward"]
         function, kwargs, grad_of = call.op.reference, call.kwargs, call.case.grad_of
         if call.direction == "forward":
             with torch.no_grad():
@@ -296,7 +297,7 @@ class Expected:
             part = self._part(got.detach())
             if part.shape != want.shape:
                 return f"shape {tuple(part.shape)}, should be {tuple(want.shape)}"
-            verdict = closeness(part, want, own, fudge=CHECK_FUDGE)
+            verdict = closeness(part, want, own, fudge=CHECK_FUDGE, dim=self.op.dim, slack=self.slack)
             if not verdict.ok:
                 return str(verdict)
         return ""

@@ -276,7 +276,7 @@ def test_nan_and_infinity_reach_who_sees_them(place: str) -> None:
 
 
 def test_more_blocks_than_a_grid_has_rows(place: str) -> None:
-    n = 65537 if place == "cuda" else 300
+    n = 65537 if place == "cuda" else 40
     q, k, v = heads(place, n, 1, 2, 2, 8, torch.bfloat16)
     got = answer(tkjit.scaled_dot_product_attention, [q, k, v])
     want = answer(math_backend, [q.double(), k.double(), v.double()])

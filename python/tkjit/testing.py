@@ -102,6 +102,7 @@ class OpCases:
     bench: tuple[BenchCase, ...]
     dtypes: tuple[torch.dtype, ...]
     slack: tuple[float, float] = (1.0, 1.0)
+    dim: int | None = None
 
     def samples(self, device: str, dtype: torch.dtype) -> list[Sample]:
         """Small calls on ``device``; the first is the one whose host time the harness measures."""
@@ -118,6 +119,7 @@ def op_cases(
     peers_key: str | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     slack: tuple[float, float] = (1.0, 1.0),
+    dim: int | None = None,
 ) -> OpCases:
     """Describe an op.
 
@@ -132,6 +134,8 @@ def op_cases(
         dtypes: What the op accepts.
         slack: How many times what the rule of closeness allows the error of an output, and of a gradient, may be: more than 1
             where it is summed from terms that were rounded, or is the difference of larger ones.
+        dim: By the size of which neighbours the benchmarks measure an entry's error, where entries differ in size: see
+            :func:`error`.
     """
     called = name or public.__name__
     cases = tuple(bench)
@@ -140,7 +144,7 @@ def op_cases(
         if case.label in seen:
             raise ValueError(f"op {called!r}: two bench cases are labelled {case.label!r}")
         seen.add(case.label)
-    return OpCases(called, public, reference, peers_key or called, inputs, cases, tuple(dtypes), slack)
+    return OpCases(called, public, reference, peers_key or called, inputs, cases, tuple(dtypes), slack, dim)
 
 
 def all_cases() -> dict[str, OpCases]:
