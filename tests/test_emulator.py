@@ -188,3 +188,10 @@ print(tkjit.cache.export(os.path.join(os.environ["TKJIT_CACHE_DIR"], "..", "ship
     assert fresh(code.replace("COMPILES", "0")).strip() == "1"
     shipped = code.replace("COMPILES", "0").split("print")[0]
     fresh(shipped, TKJIT_CACHE_DIR=f"{tmp_path / 'other'}:{tmp_path / 'shipped'}", TKJIT_NO_JIT="1")
+
+
+def test_activemask_promises_the_caller_alone() -> None:
+    y = torch.zeros(64, dtype=torch.int32)
+    kernel = "__global__ void mask(int* y) { y[threadIdx.x] = int(__activemask() >> threadIdx.x % 32 & 1); }"
+    run(f'#include "tk/tk.cuh"\n{kernel}', "mask", 1, 64, [y])
+    assert bool((y == 1).all())

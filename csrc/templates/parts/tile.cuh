@@ -242,6 +242,8 @@ struct Scalar {
     template <int kN, int kK, class B>
     TK_DEVICE static void rn(Acc (&c)[kRows][kN / kLanes], const Acc (&p)[kRows][kK / kLanes], const B& b, int first = 0)
     {
+        // Summed by themselves first: one after the other onto c, thousands of terms would lose digits.
+        Acc t[kRows][kN / kLanes] = {};
 #pragma unroll
         for (int k0 = 0; k0 < kK / kLanes; ++k0) {
 #pragma unroll 2
@@ -256,9 +258,16 @@ struct Scalar {
                     const Acc y = tk::to_acc(b.row(k0 * kLanes + k1)[first + column(j)]);
 #pragma unroll
                     for (int i = 0; i < kRows; ++i) {
-                        c[i][j] += x[i] * y;
+                        t[i][j] += x[i] * y;
                     }
                 }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < kN / kLanes; ++j) {
+                c[i][j] += t[i][j];
             }
         }
     }
