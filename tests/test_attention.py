@@ -222,6 +222,35 @@ def test_biases_of_torch_are_not_materialized(place: str) -> None:
                 assert_close(a, b, None, slack=module.SLACK[1], label=f"{length} {keys} {bias.__name__}")
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_sliding_windows(dtype: torch.dtype, place: str) -> None:
+    for length, keys in ((150, 150), (40, 200), (200, 40), (1, 600)):
+        for left, right in ((20, 0), (None, 3), (70, 10), (-3, 9)):
+            q, k, v = heads(place, 1, 1, length, keys, 32, dtype)
+            seen = torch.ones(length, keys, dtype=torch.bool, device=place)
+            seen = seen if right is None else seen.tril(keys - length + right)
+            seen = seen if left is None else seen.triu(keys - length - left)
+            window = (left, right)
+
+            def ours(q: Tensor, k: Tensor, v: Tensor, window: tuple = window) -> Tensor:
+                return tkjit.attention.sliding_window_attention(q, k, v, window)
+
+            def theirs(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
+                return math_backend(q, k, v, seen)
+
+            check(ours, theirs, [q, k, v], label=f"{length} {keys} {window}", slack=module.SLACK)
+
+
+def test_window_and_mask_together(place: str) -> None:
+    q, k, v = heads(place, 1, 2, 40, 50, 16, torch.float32)
+    band = torch.ones(40, 50, dtype=torch.bool, device=place).tril(10).triu(5)
+    for mask in (torch.rand(40, 50, device=place) > 0.3, torch.randn(2, 40, 50, device=place)):
+        both = mask & band if mask.dtype == torch.bool else mask.masked_fill(~band, -math.inf)
+        got = tkjit.attention.sliding_window_attention(q, k, v, (5, 0), mask)
+        want = math_backend(q.double(), k.double(), v.double(), both if both.dtype == torch.bool else both.double())
+        assert_close(got, want, None, slack=module.SLACK[0])
+
+
 # --- Corners -----------------------------------------------------------------------------------------------------------
 
 
@@ -528,7 +557,7 @@ def test_kernels_compile_and_spill_no_more_than_is_written_down(arch: str, monke
     device, faults = Device.of_arch(arch), []
 
     def compile_(name: str, width: int, causal: bool, mask: str, **numbers: Any) -> None:
-        score = f"scores::Scores<tk::bf16, {mask}, true, {str(causal).lower()}, false, false, {str('None' in mask).lower()}>"
+        score = f"scores::Scores<tk::bf16, {mask}, true, {str(causal).lower()}, false, false, false, {str('None' in mask).lower()}>"
         kernel = module.template("attention").kernel(name, T="bfloat16", S=score, kVector=True, **numbers)
         facts = kernel.compiled(_nvrtc.arch_of(device.cc)).facts
         spilled = facts["spill_stores"] + facts["spill_loads"]

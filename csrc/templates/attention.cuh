@@ -5,6 +5,7 @@
 //   fwd         o, and of each row max t and sum exp(t - max t)
 //   combine     the same of what blocks found that had some of the keys each
 //   bwd_rows    of each row what the kernels below take p from, and delta = sum(do * o)
+//   bwd_delta   delta = sum(p * dropout(do v^T)) instead: without the output's rounding, for two products more
 //   bwd         dv, dk and dq as below, at once; bwd_round rounds dq
 //   bwd_dkv     dv = dropout(p)^T do,  dk = scale * ds^T q      where ds = p * (dropout(do v^T) - delta)
 //   bwd_dq      dq = scale * ds k
@@ -15,9 +16,9 @@
 // again. Nothing but bwd's dq is added to by two blocks, so every other result has the same bits each time; and the heads that
 // share a key's head are summed in the block that has the key.
 //
-// Multiplications: fwd 2 products of L * S * d, bwd 5, bwd_dkv 4, bwd_dq 3, bwd_dmask 2. Causal: half.
+// Multiplications: fwd 2 products of L * S * d, bwd 5, bwd_dkv 4, bwd_dq 3, bwd_dmask and bwd_delta 2. Causal: half.
 // The host guarantees: kVector as tile::load has it; kD >= d, kDv >= dv but where chunks of kOut columns are computed by a
-// block each (then they divide into d or dv as padded); fewer than 2^31 blocks; lengths below 2^31 - 2^16.
+// block each (then they divide into d or dv as padded); fewer than 2^31 blocks; lengths below 2^30, limits of a window up to 2^30.
 // Template: T element type; S scores::Scores; BLOCK_M queries and BLOCK_N keys a tile; kWarps and kTiles (or rows) of the engine.
 #include "parts/scores.cuh"
 #include "parts/tile.cuh"
@@ -36,7 +37,7 @@ struct Problem {
     double scale, kept;
     int heads, group;  // of queries; that share a head of keys and values
     int q_len, k_len, d, dv;
-    int offset;  // causal: query i sees the keys up to i + offset
+    int offset, lower;  // causal: query i sees the keys up to i + offset; window: from i + lower on
     uint32_t dropped;
 };
 
@@ -81,6 +82,7 @@ TK_DEVICE S scores_of(const Problem& a, const typename S::Mask* mask, const uint
     s.q_len = a.q_len;
     s.k_len = a.k_len;
     s.offset = a.offset;
+    s.lower = a.lower;
     s.scale = typename S::Acc(a.scale);
     if constexpr (S::kDropout) {
         s.seed = *seed;
@@ -184,9 +186,14 @@ fwd(typename tk::select<kParts, typename S::Acc, T>::type* o,  // (batch, heads,
     }
     int n_begin = 0, n_tiles = (end + BLOCK_N - 1) / BLOCK_N;
     const int n_whole = whole / BLOCK_N;
+    // Before this key some query of the block sees nothing.
+    const int late = S::kWindow ? tk::min(at.first + BLOCK_M, a.q_len) - 1 + a.lower : 0;
+    if constexpr (S::kWindow) {
+        n_begin = tk::max(0, at.first + a.lower) / BLOCK_N;
+    }
     if constexpr (kParts) {
-        const int each = (n_tiles + parts - 1) / parts;
-        n_begin = at.part * each;
+        const int each = (n_tiles - n_begin + parts - 1) / parts;
+        n_begin += at.part * each;
         n_tiles = tk::min(n_tiles, n_begin + each);
     }
 
@@ -217,7 +224,7 @@ fwd(typename tk::select<kParts, typename S::Acc, T>::type* o,  // (batch, heads,
             tile::load<E::kThreads, kVector>(shared.k, keys, (n + 1) * BLOCK_N);
             tk::copy_commit();
         }
-        see<E, S, false>(p, scores, at.first, n * BLOCK_N, n >= n_whole);
+        see<E, S, false>(p, scores, at.first, n * BLOCK_N, n >= n_whole || n * BLOCK_N < late);
 #pragma unroll
         for (int i = 0; i < E::kRows; ++i) {
             Acc top = m[i];
@@ -323,8 +330,16 @@ combine(T* o,                                    // (batch, heads, q_len, dv)
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
-// What p is computed from again: p = power(t, less) * factor. A warp a row.
-template <class T, class S>
+// Whether every query of a tile sees every key of it, but for a mask, and none lies outside.
+template <class S, int BLOCK_M, int BLOCK_N>
+TK_DEVICE bool is_whole(const Problem& a, int query, int key)
+{
+    return key + BLOCK_N <= a.k_len && query + BLOCK_M <= a.q_len && (!S::kCausal || key + BLOCK_N - 1 <= query + a.offset) &&
+           (!S::kWindow || key >= query + BLOCK_M - 1 + a.lower);
+}
+
+// What p is computed from again: p = power(t, less) * factor. A warp a row. kDelta: else it is left at 0, for bwd_delta.
+template <class T, class S, bool kDelta>
 __global__ void __launch_bounds__(256)
 bwd_rows(typename S::Acc* rows,         // (3, n_rows): less, factor, delta
          const typename S::Acc* stats,  // (2, n_rows)
@@ -341,7 +356,7 @@ bwd_rows(typename S::Acc* rows,         // (3, n_rows): less, factor, delta
     const T* o_row = o + b * a.o.b + h * a.o.h + l * a.o.l;
     const T* g_row = g + b * a.g.b + h * a.g.h + l * a.g.l;
     Acc delta = Acc(0);
-    for (int i = tk::lane(); i < a.dv; i += 32) {
+    for (int i = tk::lane(); kDelta && i < a.dv; i += 32) {
         delta += tk::to_acc(o_row[i * a.o.d]) * tk::to_acc(g_row[i * a.g.d]);
     }
     delta = tile::across<32>(delta, [](Acc x, Acc y) { return x + y; });
@@ -424,15 +439,14 @@ bwd_dkv(T* dk,                          // (batch, heads / group, k_len, d)
     tile::fill(dv_sum, Acc(0));
 
     const int begin = S::kCausal ? tk::max(0, at.first - a.offset) / BLOCK_M * BLOCK_M : 0;
+    const int end = S::kWindow ? tk::min(a.q_len, at.first + BLOCK_N - a.lower) : a.q_len;
     for (int head = at.head * a.group; head < (at.head + 1) * a.group; ++head) {
         const S scores = scores_of<S>(a, mask, seed, at.batch, head);
         const auto queries = matrix(q, a.q, at.batch, head, a.q_len, a.d);
         const auto gradients = matrix(g, a.g, at.batch, head, a.q_len, a.dv);
         const int64_t r = (int64_t(at.batch) * a.heads + head) * a.q_len;
-        for (int first = begin; first < a.q_len; first += BLOCK_M) {
-            // Whole: no key or query outside, and the last key is seen by the first query.
-            const bool whole = at.first + BLOCK_N <= a.k_len && first + BLOCK_M <= a.q_len &&
-                               (!S::kCausal || at.first + BLOCK_N - 1 <= first + a.offset);
+        for (int first = begin; first < end; first += BLOCK_M) {
+            const bool whole = is_whole<S, BLOCK_M, BLOCK_N>(a, first, at.first);
             tk::sync_block();  // all have read the last queries
             tile::load<E::kThreads, kVector>(shared.q, queries, first);
             tile::load<E::kThreads, kVector>(shared.g, gradients, first);
@@ -555,7 +569,8 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
 
     // Steps: of each head in the group the tiles of queries that see a key.
     const int begin = S::kCausal ? tk::max(0, at.first - a.offset) / BLOCK_M : 0;
-    const int tiles = tk::max(0, (a.q_len + BLOCK_M - 1) / BLOCK_M - begin), steps = tiles * a.group;
+    const int end = S::kWindow ? tk::max(0, tk::min(a.q_len, at.first + BLOCK_N - a.lower)) : a.q_len;
+    const int tiles = tk::max(0, (end + BLOCK_M - 1) / BLOCK_M - begin), steps = tiles * a.group;
     auto fetch = [&](int step) {
         const int head = at.head * a.group + step / tiles, first = (begin + step % tiles) * BLOCK_M;
         Stage& s = shared.stage[step % kStages];
@@ -586,8 +601,7 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
             fetch(step + 1);
             tk::copy_commit();
         }
-        const bool whole = at.first + BLOCK_N <= a.k_len && first + BLOCK_M <= a.q_len &&
-                           (!S::kCausal || at.first + BLOCK_N - 1 <= first + a.offset);
+        const bool whole = is_whole<S, BLOCK_M, BLOCK_N>(a, first, at.first);
         typename Scored::Sums p, ds;
         tile::fill(p, 0.0f);
         Scored::template nt<kD>(p, shared.k, scored.row, s.q, scored.col);
@@ -704,6 +718,57 @@ struct QueryShared {
     Rows<Acc, BLOCK_M> rows;
 };
 
+// A block: BLOCK_M queries of one head.
+template <class T, class S, bool kVector, int BLOCK_N, int kD, int kDv, int kWarps, int kTiles>
+__global__ void __launch_bounds__(32 * kWarps)
+bwd_delta(typename S::Acc* rows,         // (3, n_rows): less, factor, delta, which is 0 and is written
+          const T* q,                    // (batch, heads, q_len, d)
+          const T* k,                    // (batch, heads / group, k_len, d)
+          const T* v,                    // (batch, heads / group, k_len, dv)
+          const T* g,                    // (batch, heads, q_len, dv)
+          const typename S::Mask* mask,  // (batch, heads, q_len, k_len)
+          const uint64_t* seed, Problem a, int64_t n_rows)
+{
+    using E = typename engine<T, kWarps, kTiles>::type;
+    using Acc = typename E::Acc;
+    constexpr int BLOCK_M = E::kM;
+    auto& shared = tk::shared<QueryShared<T, Acc, BLOCK_M, BLOCK_N, kD, kDv>>();
+    const Place at(int(blockIdx.x), BLOCK_M, a.q_len, a.heads, 1, S::kCausal);
+    const S scores = scores_of<S>(a, mask, seed, at.batch, at.head);
+    const int64_t r = (int64_t(at.batch) * a.heads + at.head) * a.q_len + at.first;
+    tile::load<E::kThreads, kVector>(shared.q, matrix(q, a.q, at.batch, at.head, a.q_len, a.d), at.first);
+    tile::load<E::kThreads, kVector>(shared.g, matrix(g, a.g, at.batch, at.head, a.q_len, a.dv), at.first);
+    shared.rows.template load<E::kThreads>(rows, n_rows, r, a.q_len - at.first);
+    tk::copy_commit();
+    Acc delta[E::kRows] = {};
+    for (int first = 0; first < a.k_len; first += BLOCK_N) {
+        tk::sync_block();  // all have read the last keys
+        tile::load<E::kThreads, kVector>(shared.k, matrix(k, a.k, at.batch, at.head / a.group, a.k_len, a.d), first);
+        tile::load<E::kThreads, kVector>(shared.v, matrix(v, a.v, at.batch, at.head / a.group, a.k_len, a.dv), first);
+        tk::copy_commit();
+        tk::copy_wait<0>();
+        tk::sync_block();  // the keys are there
+        Acc terms[E::kRows][BLOCK_N / E::kLanes];
+        const bool edge = !is_whole<S, BLOCK_M, BLOCK_N>(a, at.first, first);
+        score_gradients<E, S, BLOCK_N, kD, kDv>(terms, scores, shared, at.first, first, edge);
+#pragma unroll
+        for (int i = 0; i < E::kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
+                delta[i] += terms[i][j];
+            }
+        }
+    }
+    tk::copy_wait<0>();
+#pragma unroll
+    for (int i = 0; i < E::kRows; ++i) {
+        delta[i] = tile::across<E::kLanes>(delta[i], [](Acc x, Acc y) { return x + y; });
+        if (E::column(0) == 0 && E::row(i) < a.q_len - at.first) {
+            rows[2 * n_rows + r + E::row(i)] = delta[i];
+        }
+    }
+}
+
 // A block: BLOCK_M queries of one head, kOut of the gradient's columns.
 template <class T, class S, bool kVector, int BLOCK_N, int kD, int kDv, int kOut, int kWarps, int kTiles>
 __global__ void __launch_bounds__(32 * kWarps)
@@ -734,12 +799,14 @@ bwd_dq(T* dq,                         // (batch, heads, q_len, d)
     Acc sum[E::kRows][kOut / E::kLanes];
     tile::fill(sum, Acc(0));
 
-    int end = a.k_len, whole = at.first + BLOCK_M <= a.q_len ? a.k_len : 0;
+    int begin = 0, end = a.k_len;
     if constexpr (S::kCausal) {
         end = tk::max(0, tk::min(end, tk::min(at.first + BLOCK_M, a.q_len) + a.offset));
-        whole = tk::max(0, tk::min(whole, at.first + a.offset + 1));
     }
-    for (int first = 0; first < end; first += BLOCK_N) {
+    if constexpr (S::kWindow) {
+        begin = tk::max(0, at.first + a.lower) / BLOCK_N * BLOCK_N;
+    }
+    for (int first = begin; first < end; first += BLOCK_N) {
         tk::sync_block();  // all have read the last keys
         tile::load<E::kThreads, kVector>(shared.k, keys, first);
         tile::load<E::kThreads, kVector>(shared.v, values, first);
@@ -747,7 +814,8 @@ bwd_dq(T* dq,                         // (batch, heads, q_len, d)
         tk::copy_wait<0>();
         tk::sync_block();  // the keys are there
         Acc ds[E::kRows][BLOCK_N / E::kLanes];
-        score_gradients<E, S, BLOCK_N, kD, kDv>(ds, scores, shared, at.first, first, first + BLOCK_N > whole);
+        const bool edge = !is_whole<S, BLOCK_M, BLOCK_N>(a, at.first, first);
+        score_gradients<E, S, BLOCK_N, kD, kDv>(ds, scores, shared, at.first, first, edge);
         E::template rn<kOut, BLOCK_N>(sum, ds, shared.k, column);
     }
     tk::copy_wait<0>();

@@ -1,4 +1,5 @@
-"""tkjit behind torch's own attention: ``F.scaled_dot_product_attention`` of unmodified models runs tkjit's kernels.
+"""Attention beyond torch's signature, and tkjit behind torch's own: ``F.scaled_dot_product_attention`` of unmodified models runs
+tkjit's kernels.
 
     tkjit.attention.enable()            # from here on
     with tkjit.attention.enabled():     # in the block
@@ -19,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .ops.attention import scaled_dot_product_attention
+from .ops.attention import scaled_dot_product_attention, sliding_window_attention
 
-__all__ = ["disable", "enable", "enabled", "is_enabled"]
+__all__ = ["disable", "enable", "enabled", "is_enabled", "sliding_window_attention"]
 
 _torchs = torch._C._nn.scaled_dot_product_attention
 _lock = threading.Lock()

@@ -10,24 +10,24 @@ namespace scores {
 struct None {};  // no mask
 
 // Mask: None, bool (true: the key is seen), or a float type (added to the scaled score). kMaskPairs: two neighbours of one
-// query's row begin on a multiple of both's size, and k_len is even. kCausal: query i sees the keys up to i + offset.
-// kRagged: some tile has a query or a key outside. kFold: scores stay as the product left them, and the scale, > 0, is folded
+// query's row begin on a multiple of both's size, and k_len is even. kCausal: query i sees the keys up to i + offset. kWindow:
+// and those from i + lower on. kRagged: some tile has a query or a key outside. kFold: scores stay as the product left them, and the scale, > 0, is folded
 // into the exponent: for two-byte types without a float mask.
-template <class T, class TheMask, bool kHasMaskPairs, bool kIsCausal, bool kIsRagged, bool kHasDropout, bool kIsFold>
+template <class T, class TheMask, bool kHasMaskPairs, bool kIsCausal, bool kIsWindow, bool kIsRagged, bool kHasDropout, bool kIsFold>
 struct Scores {
     using Acc = tk::accumulator_t<T>;
     using Mask = TheMask;
-    static constexpr bool kCausal = kIsCausal, kRagged = kIsRagged, kDropout = kHasDropout, kFold = kIsFold;
+    static constexpr bool kCausal = kIsCausal, kWindow = kIsWindow, kRagged = kIsRagged, kDropout = kHasDropout, kFold = kIsFold;
     static constexpr bool kBool = tk::is_same<Mask, bool>::value, kBias = !kBool && !tk::is_same<Mask, None>::value;
     static constexpr bool kMasked = kBool || kBias, kMaskPairs = kMasked && kHasMaskPairs;
     // Whether the softmax sees something else than the product.
     static constexpr bool kChanged = kMasked || !kFold;
     // Whether some tiles have scores that are hidden for another reason than the mask.
-    static constexpr bool kEdges = kCausal || kRagged;
+    static constexpr bool kEdges = kCausal || kWindow || kRagged;
 
     const Mask* mask;  // of the batch entry and the head, (q_len, k_len)
     int64_t mask_q, mask_k;
-    int q_len, k_len, offset;
+    int q_len, k_len, offset, lower;
     Acc scale;
     uint64_t seed, sequence;  // of dropout; sequence: which batch entry and head
     uint32_t dropped;         // of 2^32 random words
@@ -55,10 +55,10 @@ struct Scores {
             next = changed(next, query, key + 1);
         }
     }
-    // Whether query or key lies outside, or the one comes too early for the other.
+    // Whether query or key lies outside, or the one comes too early or too late for the other.
     TK_DEVICE bool hidden(int query, int key) const
     {
-        return key >= k_len || query >= q_len || (kCausal && key > query + offset);
+        return key >= k_len || query >= q_len || (kCausal && key > query + offset) || (kWindow && key < query + lower);
     }
 
     // e to the power of a score less the row's maximum, and what the maximum's scale is for it.

@@ -198,8 +198,8 @@ class Call:
     v: Spec
     mask: Spec | None
     seed: Spec | None
-    causal: bool
-    offset: int
+    upper: int | None  # query i sees the keys up to i + upper
+    lower: int | None  # and from i + lower on
     scale: float
     dropout: float
 
@@ -269,7 +269,7 @@ class Call:
         )
         ragged = self.q.shape[2] % rows != 0 or self.k.shape[2] % cols != 0
         fold = self.size == 2 and 0 < self.scale < math.inf and (self.mask is None or self.mask.dtype == "bool")
-        flags = (pairs, self.causal, ragged, self.dropout > 0, fold)
+        flags = (pairs, self.upper is not None, self.lower is not None, ragged, self.dropout > 0, fold)
         return f"scores::Scores<{CTYPES[self.q.dtype]}, {mask}, {', '.join(str(f).lower() for f in flags)}>"
 
     def problem(self, o: Spec | None = None, g: Spec | None = None) -> Any:
@@ -283,8 +283,13 @@ class Call:
         return struct(
             *(i64(s) for four in strides for s in four), i64(0), f64(self.scale), f64(kept), i32(self.q.shape[1]),
             i32(self.group), i32(self.q.shape[2]), i32(self.k.shape[2]), i32(self.q.shape[3]), i32(self.v.shape[3]),
-            i32(self.offset), u32(min(round(self.dropout * 2**32), 2**32 - 1)),
+            i32(_limit(self.upper)), i32(_limit(self.lower)), u32(min(round(self.dropout * 2**32), 2**32 - 1)),
         )  # fmt: skip
+
+
+def _limit(bound: int | None) -> int:
+    """Lengths are below 2**30, so what lies further away is no other limit; and sums of two stay within 32 bits."""
+    return min(max(bound or 0, -(2**30)), 2**30)
 
 
 def _vectors(*specs: Spec) -> bool:
@@ -313,11 +318,12 @@ def _tokens_first(shape: Any, strides: Any) -> bool:
 
 @planned
 def _forward(
-    q: Spec, k: Spec, v: Spec, mask: Spec | None, seed: Spec | None, causal: bool, offset: int, scale: float, dropout: float,
+    q: Spec, k: Spec, v: Spec, mask: Spec | None, seed: Spec | None,
+    upper: int | None, lower: int | None, scale: float, dropout: float,
     with_stats: bool = False,
 ) -> Any:  # fmt: skip
     """o; with_stats: and the rows' maxima and sums, (2, batch, heads, q_len)."""
-    call = Call(q, k, v, mask, seed, causal, offset, scale, dropout)
+    call = Call(q, k, v, mask, seed, upper, lower, scale, dropout)
     device = _require_arch(device_of(q))
     b, h, length, _ = q.shape
     o = _like((b, h, length, v.shape[3]), q)
@@ -326,12 +332,14 @@ def _forward(
     outputs = (o, stats) if with_stats else o
     if o.numel == 0:
         return plan(outputs)
-    if causal and offset >= k.shape[2] - 1:
-        causal = False  # each query sees every key
-        call = Call(q, k, v, mask, seed, causal, 0, scale, dropout)
-    packed = None if causal or dropout > 0 else _packed(q, k, mask, o)
+    # What each query sees all keys of is no limit.
+    upper = None if upper is not None and upper >= k.shape[2] - 1 else upper
+    lower = None if lower is not None and lower <= 1 - q.shape[2] else lower
+    call = Call(q, k, v, mask, seed, upper, lower, scale, dropout)
+    limited = upper is not None or lower is not None
+    packed = None if limited or dropout > 0 else _packed(q, k, mask, o)
     if packed is not None:
-        folded = Call(packed[0], k, v, packed[1], seed, causal, offset, scale, dropout)
+        folded = Call(packed[0], k, v, packed[1], seed, upper, lower, scale, dropout)
         return plan(outputs, *_forward_launches(folded, packed[2], o, stats if with_stats else None, device))
     return plan(outputs, *_forward_launches(call, o, o, stats if with_stats else None, device))
 
@@ -403,6 +411,11 @@ def _parts(rows: int, keys: int) -> int:
     return max(min(ceil_div(keys, PART_KEYS), 128), 1) if rows <= 64 else 1
 
 
+# Up to here the backward computes delta from the weights: where few keys share them, the rounding of the output that it is else
+# computed from is the largest error of the gradients, by half.
+FEW_KEYS = 192
+
+
 def _require_arch(device: Device) -> Device:
     if device.cc < (8, 0):
         from .._errors import DeviceError
@@ -413,14 +426,15 @@ def _require_arch(device: Device) -> Device:
 
 @planned
 def _backward(
-    g: Spec, q: Spec, k: Spec, v: Spec, o: Spec, stats: Spec, mask: Spec | None, seed: Spec | None, causal: bool, offset: int,
+    g: Spec, q: Spec, k: Spec, v: Spec, o: Spec, stats: Spec, mask: Spec | None, seed: Spec | None,
+    upper: int | None, lower: int | None,
     scale: float, dropout: float, wanted: int, fixed_order: bool,
 ) -> Any:  # fmt: skip
     """The wanted of dq, dk, dv (bits 0 to 2) and the mask's gradient (bit 3), in parts that are to be summed.
 
     fixed_order: the same bits every time.
     """
-    call = Call(q, k, v, mask, seed, causal, offset, scale, dropout)
+    call = Call(q, k, v, mask, seed, upper, lower, scale, dropout)
     device = _require_arch(device_of(q))
     if g.shape != o.shape or g.dtype != o.dtype:
         raise RuntimeError(
@@ -438,7 +452,7 @@ def _backward(
     launches = []
     if n_rows:
         launches.append(
-            k_of.kernel("bwd_rows", T=q.dtype, S=call.score(1, 1)).launch(
+            k_of.kernel("bwd_rows", T=q.dtype, S=call.score(1, 1), kDelta=keys > FEW_KEYS).launch(
                 grid=ceil_div(n_rows, 8), block=256, args=(rows, stats, o, g, problem, i64(n_rows))
             )
         )
@@ -455,6 +469,12 @@ def _backward(
             )
 
     tensors = (rows, q, k, v, g, mask, seed, problem)
+    if 0 < keys <= FEW_KEYS:
+        c = Config.pick("bwd_dq", size, kd, kdv, length, device)
+        launch(
+            "bwd_delta", c, ceil_div(length, c.rows(size)) * b * h if q.numel else 0, (*tensors, i64(n_rows)),
+            kVector=vector, BLOCK_N=c.step, kD=kd, kDv=kdv, kWarps=c.warps, kTiles=c.tiles,
+        )  # fmt: skip
     fused = (
         FusedConfig.pick(kd, kdv, device)
         if wanted & 7 == 7 and size == 2 and not fixed_order and n_rows and keys
@@ -542,10 +562,10 @@ def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *more):
-        causal, offset, scale, dropout = ctx.scalars[-4:]
+        upper, lower, scale, dropout = ctx.scalars[-4:]
         seed = more[-1] if dropout > 0 else None
         mask = more[0] if len(more) > (seed is not None) else None
-        o, stats = _forward(q, k, v, mask, seed, causal, offset, scale, dropout, True)
+        o, stats = _forward(q, k, v, mask, seed, upper, lower, scale, dropout, True)
         ctx.save_for_backward(q, k, v, o, stats, mask, seed)
         return o
 
@@ -572,16 +592,21 @@ def _differentiable(g, q, k, v, mask, scalars, wanted):
     return [next(found) if wanted >> bit & 1 else None for bit in range(4)]
 
 
-def _materialized(q, k, mask, causal, offset):
-    """Mask and causal as torch takes them."""
-    if causal and offset:
-        return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(offset), False
-    return mask, causal
+def _materialized(q, k, mask, upper, lower):
+    """attn_mask and is_causal as torch takes them."""
+    if (upper is None and lower is None) or (upper == 0 and lower is None and mask is None):
+        return mask, upper == 0
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    seen = seen if upper is None else seen.tril(upper)
+    seen = seen if lower is None else seen.triu(lower)
+    if mask is None:
+        return seen, False
+    return (mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)), False
 
 
-def _composite(q, k, v, mask, seed, causal, offset, scale, dropout):
+def _composite(q, k, v, mask, seed, upper, lower, scale, dropout):
     """torch's own, of plain ops: for what the kernels don't do."""
-    mask, causal = _materialized(q, k, mask, causal, offset)
+    mask, causal = _materialized(q, k, mask, upper, lower)
     gqa = bool(q.dim() >= 3 and k.shape[-3] != q.shape[-3] and k.shape[-3] != 1)
     with sdpa_kernel(SDPBackend.MATH):
         return _torchs(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
@@ -632,7 +657,7 @@ def _empty_like(shape, source):
     return source.new_empty(shape)
 
 
-def _fake(q, k, v, mask, seed, causal, offset, scale, dropout):
+def _fake(q, k, v, mask, seed, upper, lower, scale, dropout):
     if not q.is_floating_point():
         raise RuntimeError(
             f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}"
@@ -641,18 +666,18 @@ def _fake(q, k, v, mask, seed, causal, offset, scale, dropout):
     return _empty_like((*q.shape[:3], v.shape[3]), q), q.new_empty((2, *q.shape[:3]), dtype=acc)
 
 
-def _fake_backward(g, q, k, v, o, stats, mask, seed, causal, offset, scale, dropout, wanted):
+def _fake_backward(g, q, k, v, o, stats, mask, seed, upper, lower, scale, dropout, wanted):
     found = [_empty_like(t.shape, t) for bit, t in enumerate((q, k, v)) if wanted >> bit & 1]
     return found + ([torch.empty_like(mask, memory_format=torch.contiguous_format)] if wanted >> 3 & 1 else [])
 
 
-def _run_backward(g, q, k, v, o, stats, mask, seed, causal, offset, scale, dropout, wanted):
-    grads = _gradients(g, q, k, v, o, stats, mask, seed, (causal, offset, scale, dropout), wanted)
+def _run_backward(g, q, k, v, o, stats, mask, seed, upper, lower, scale, dropout, wanted):
+    grads = _gradients(g, q, k, v, o, stats, mask, seed, (upper, lower, scale, dropout), wanted)
     return [t for t in grads if t is not None]
 
 
 _forward_op = define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, bool causal, int offset, float scale, float dropout) "
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, int? upper, int? lower, float scale, float dropout) "
     "-> (Tensor, Tensor)",
     run=lambda *args: _forward(*args, True),
     fake=_fake,
@@ -660,8 +685,8 @@ _forward_op = define(
     backward=_library_backward,
 )
 _backward_op = define(
-    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor? mask, Tensor? seed, bool causal, "
-    "int offset, float scale, float dropout, int wanted) -> Tensor[]",
+    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor? mask, Tensor? seed, int? upper, "
+    "int? lower, float scale, float dropout, int wanted) -> Tensor[]",
     run=_run_backward,
     fake=_fake_backward,
     setup_context=_setup_backward,
@@ -679,8 +704,8 @@ def _autocast(q, k, v, mask, seed, *scalars):
     return *map(cast, (q, k, v, mask)), seed, *scalars
 
 
-def _public(q, k, v, mask, seed, causal, offset, scale, dropout):
-    mask, causal = _materialized(q, k, mask, causal, offset)
+def _public(q, k, v, mask, seed, upper, lower, scale, dropout):
+    mask, causal = _materialized(q, k, mask, upper, lower)
     return _with_keywords, (q, k, v, mask, dropout, causal, scale)
 
 
@@ -742,13 +767,13 @@ def scaled_dot_product_attention(
     Same as ``torch.nn.functional.scaled_dot_product_attention``. The forward gives the same bits every time, and so does the
     backward under ``torch.use_deterministic_algorithms(True)``.
     """
-    offset = 0
+    upper = 0 if is_causal else None
     if attn_mask is not None:
         if isinstance(attn_mask, CausalBias):
             if is_causal:
                 raise ValueError("CausalBias should not be used with causal=True")
-            lower = attn_mask.variant == CausalVariant.LOWER_RIGHT
-            offset = attn_mask.seq_len_kv - attn_mask.seq_len_q if lower else 0
+            corner = attn_mask.variant == CausalVariant.LOWER_RIGHT
+            upper = attn_mask.seq_len_kv - attn_mask.seq_len_q if corner else 0
             attn_mask, is_causal = None, True
         elif is_causal:
             raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
@@ -756,25 +781,69 @@ def scaled_dot_product_attention(
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         more = dict(scale=scale, enable_gqa=enable_gqa)
         return handle_torch_function(scaled_dot_product_attention, given[:4], *given, **more)
-    if _is_torchs(query, key, value, attn_mask):
-        mask, causal = _materialized(query, key, attn_mask, is_causal, offset)
-        return _torchs(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+    return _routed(query, key, value, attn_mask, dropout_p, upper, None, scale, enable_gqa)
+
+
+def _routed(query, key, value, mask, dropout, upper, lower, scale, gqa):
+    """To a kernel, or to torch where none is for such tensors."""
+    if _is_torchs(query, key, value, mask):
+        tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
+        mask, causal = _materialized(query, key, mask, upper, lower) if tensors else (mask, False)
+        return _torchs(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa)
     if query.is_complex():
         raise NotImplementedError(f"scaled_dot_product_attention: not implemented for {query.dtype}")
     if not compiling() and torch._C._is_tracing():
-        return _composite(query, key, value, attn_mask, None, is_causal, offset, scale, dropout_p)
-    if dropout_p and not 0.0 <= dropout_p <= 1.0:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+        return _composite(query, key, value, mask, None, upper, lower, scale, dropout)
+    if dropout and not 0.0 <= dropout <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout}")
     if not (
         query.dim() == key.dim() == value.dim() == 4
         and query.shape[0] == key.shape[0] == value.shape[0]
         and key.shape[1] == value.shape[1]
-        and (query.shape[1] == key.shape[1] or enable_gqa)
+        and (query.shape[1] == key.shape[1] or gqa)
         and 0 < query.shape[3] <= MAX_HEAD_DIM
         and 0 < value.shape[3] <= MAX_HEAD_DIM
     ):
-        return _general(query, key, value, attn_mask, dropout_p, is_causal, offset, scale, enable_gqa)
-    return _attend(query, key, value, attn_mask, dropout_p, is_causal, offset, scale)
+        return _general(query, key, value, mask, dropout, upper, lower, scale, gqa)
+    return _attend(query, key, value, mask, dropout, upper, lower, scale)
+
+
+def sliding_window_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: tuple[int | None, int | None],
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention in which a query sees the keys near its own place only.
+
+    Args:
+        window: ``(left, right)``: query i of L sees the keys from ``i + S - L - left`` to ``i + S - L + right`` of S. None: no
+            limit on that side; ``(n - 1, 0)`` is the causal window of n keys. Tiles of keys outside are not even loaded.
+        query, key, value, attn_mask, dropout_p, scale, enable_gqa: As of :func:`scaled_dot_product_attention`; a key counts that
+            window and mask both let through.
+
+    Returns:
+        As :func:`scaled_dot_product_attention`; a query that sees no key gives 0.
+
+    Raises:
+        TypeError: What should be a tensor isn't.
+        RuntimeError: Shapes or dtypes that don't go together; ``dropout_p`` outside [0, 1].
+
+    Differentiable. Windows as ``flash_attn_func(..., window_size=window)`` of FlashAttention has them, where -1 stands for None.
+    """
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"sliding_window_attention(): argument '{name}' must be Tensor, not {type(t).__name__}")
+    left, right = window
+    diagonal = key.shape[-2] - query.shape[-2]
+    upper = None if right is None else diagonal + right
+    lower = None if left is None else diagonal - left
+    return _routed(query, key, value, attn_mask, dropout_p, upper, lower, scale, enable_gqa)
 
 
 def _is_torchs(query, key, value, mask):
@@ -789,11 +858,11 @@ def _is_torchs(query, key, value, mask):
     )
 
 
-def _attend(q, k, v, mask, dropout, causal, offset, scale):
+def _attend(q, k, v, mask, dropout, upper, lower, scale):
     """Four dims, of heads that go together."""
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     seed = _draw(q) if dropout > 0 else None
-    args = (q, k, v, mask, seed, bool(causal), offset, scale, float(dropout))
+    args = (q, k, v, mask, seed, upper, lower, scale, float(dropout))
     if compiling():
         if torch.is_autocast_enabled(q.device.type):
             args = _autocast(*args)
@@ -806,7 +875,7 @@ def _draw(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device).random_()
 
 
-def _general(q, k, v, mask, dropout, causal, offset, scale, gqa):
+def _general(q, k, v, mask, dropout, upper, lower, scale, gqa):
     """Any number of dims, leading dims that broadcast, heads of another number in key and value."""
     name = "scaled_dot_product_attention"
     if min(q.dim(), k.dim(), v.dim()) < 2:
@@ -818,7 +887,7 @@ def _general(q, k, v, mask, dropout, causal, offset, scale, gqa):
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
     if q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
-        return _composite(q, k, v, mask, None, causal, offset, scale, dropout)
+        return _composite(q, k, v, mask, None, upper, lower, scale, dropout)
     if gqa and min(q.dim(), k.dim(), v.dim()) >= 3:
         heads = q.shape[-3]
         if any(n == 0 or heads % n for n in (k.shape[-3], v.shape[-3])):
@@ -848,7 +917,7 @@ def _general(q, k, v, mask, dropout, causal, offset, scale, gqa):
 
     if mask is not None and mask.dim() != 4 and mask.dim() > 2:
         mask = mask.reshape(batch, heads, *mask.shape[-2:])
-    return _attend(four(q), four(k), four(v), mask, dropout, causal, offset, scale).reshape(shape)
+    return _attend(four(q), four(k), four(v), mask, dropout, upper, lower, scale).reshape(shape)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
