@@ -423,6 +423,42 @@ def test_second_derivatives(place: str) -> None:
         torch.autograd.grad(out.sum(), qkv, create_graph=True)
 
 
+def test_second_derivatives_where_the_inputs_depend_on_each_other(place: str) -> None:
+    x = torch.randn(1, 1, 5, 8, dtype=torch.float64, device=place, requires_grad=True)
+    w = torch.randn(8, 8, dtype=torch.float64, device=place, requires_grad=True)
+
+    def first(attention: Any) -> list[Tensor]:
+        grads = torch.autograd.grad(
+            attention(x, x, x).sum() + attention(x, x @ w, x @ w).square().sum(), (x, w), create_graph=True
+        )
+        return [*grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w))]
+
+    for a, b in zip(first(tkjit.scaled_dot_product_attention), first(math_backend), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiles_with_masks_dropout_and_any_dims(dynamic: bool, place: str) -> None:
+    q, k, v = heads(place, 1, 2, 5, 7, 16, torch.float32)
+    mask = torch.randn(5, 7, device=place)
+
+    def compiled(function: Any, *args: Tensor) -> Tensor:
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*args)
+
+    cases = (
+        (lambda f, q, k, v, m: f(q, k, v, m), (q, k, v, mask)),
+        (lambda f, q, k, v: f(q[None], k[None], v[None], is_causal=True), (q, k, v)),
+        (lambda f, q, k, v: f(q[0, 0], k[0, 0], v[0, 0]), (q, k, v)),
+        (lambda f, q: f(q, q, q), (torch.randn(1, 2, 3, 600, device=place),)),
+    )
+    for function, args in cases:
+        got = compiled(lambda *args: function(tkjit.scaled_dot_product_attention, *args), *args)  # noqa: B023
+        torch.testing.assert_close(got, function(math_backend, *args), rtol=1e-4, atol=1e-5)
+    got = compiled(lambda q, k, v: tkjit.scaled_dot_product_attention(q, k, v, None, 0.5), q, k, v)
+    assert got.shape == q.shape and got.isfinite().all()
+
+
 # --- Behind torch's own function -----------------------------------------------------------------------------------------
 
 
@@ -449,6 +485,50 @@ def test_enabled_changes_torchs_function_and_puts_it_back() -> None:
         assert tkjit.attention.is_enabled()
         torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), before(q, k, v))  # torch's: the CPU's
     assert F.scaled_dot_product_attention is before and not tkjit.attention.is_enabled()
+
+
+def test_blocks_of_enabled_may_overlap() -> None:
+    first, second = tkjit.attention.enabled(), tkjit.attention.enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert tkjit.attention.is_enabled()
+    second.__exit__(None, None, None)
+    assert not tkjit.attention.is_enabled()
+
+
+def test_biases_keep_their_corner_under_modes_and_subclasses(place: str) -> None:
+    class Sub(Tensor):
+        pass
+
+    q, k, v = heads(place, 1, 2, 3, 6, 8, torch.float32)
+    bias = causal_lower_right(3, 6)
+    want = math_backend(q, k, v, bias)
+    with torch.device(place):
+        torch.testing.assert_close(tkjit.scaled_dot_product_attention(q, k, v, bias), want)
+    got = tkjit.scaled_dot_product_attention(q.as_subclass(Sub), k, v, bias)
+    torch.testing.assert_close(got.as_subclass(Tensor), want)
+
+
+def test_no_heads_as_torch_has_it(place: str) -> None:
+    def made(h: int, n: int) -> Tensor:
+        return torch.randn(1, h, n, 8, device=place, requires_grad=True)
+
+    for gqa, h, hk in ((True, 0, 2), (True, 2, 0), (False, 1, 0), (False, 0, 0)):
+        q, k, v = made(h, 4), made(hk, 5), made(hk, 5)
+        got = tkjit.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
+        want = math_backend(q, k, v, enable_gqa=gqa)
+        assert got.shape == want.shape and (got == 0).all(), (h, hk)
+        for a, t in zip(torch.autograd.grad(got.sum(), (q, k, v), allow_unused=True), (q, k, v), strict=True):
+            assert a is None or (a.shape == t.shape and (a == 0).all())
+
+
+def test_enabled_takes_torchs_biases() -> None:
+    q, k, v = heads("cpu", 1, 2, 3, 6, 8, torch.float32)
+    for bias in (causal_lower_right(3, 6), causal_upper_left(3, 6)):
+        want = math_backend(q, k, v, bias)
+        with tkjit.attention.enabled():
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, bias), want)
 
 
 @pytest.mark.gpu
@@ -513,6 +593,12 @@ def test_what_torch_refuses_is_refused_with_its_type() -> None:
         ((q, k, v, mask[:, :3]), {}),
         ((q, k, v, torch.ones(3, 1, 5, 7)), {}),
         ((q, k, v), {"dropout_p": 1.5}),
+        ((q, k, v), {"is_causal": 1}),
+        ((q, k, v), {"enable_gqa": None}),
+        ((q, k, v), {"scale": "a"}),
+        ((q, k, v), {"dropout_p": None}),
+        ((q, k, v, causal_lower_right(2, 9)), {}),
+        ((torch.ones(1, 4, 3, 600), torch.ones(1, 2, 6, 600), torch.ones(1, 2, 6, 600)), {}),
         ((q, k, v, causal_lower_right(5, 7)), {"is_causal": True}),
     ]
     for args, kwargs in wrong:

@@ -14,13 +14,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
-from .ops.attention import scaled_dot_product_attention, sliding_window_attention
+from .ops.attention import materialized, scaled_dot_product_attention, sliding_window_attention, without_bias
 
 __all__ = ["disable", "enable", "enabled", "is_enabled", "sliding_window_attention"]
 
@@ -28,10 +29,37 @@ _torchs = torch._C._nn.scaled_dot_product_attention
 _lock = threading.Lock()
 
 
-def _attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **more: Any,
+) -> Tensor:
     """scaled_dot_product_attention: tkjit's for CUDA tensors, else torch's."""
-    function = scaled_dot_product_attention if isinstance(query, Tensor) and query.is_cuda else _torchs
-    return function(query, *args, **kwargs)
+    if isinstance(query, Tensor) and query.is_cuda:
+        return scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **more)
+    if isinstance(attn_mask, CausalBias):
+        # It knows torch's function by its place, which is taken.
+        attn_mask, upper = without_bias(query, key, attn_mask, is_causal)
+        attn_mask, is_causal = materialized(query, key, attn_mask, upper, None)
+    return _torchs(query, key, value, attn_mask, dropout_p, is_causal, **more)
+
+
+_before: list[Any] = []  # what stood there; empty while it stands there
+_asked = {"enable": False, "blocks": 0}
+
+
+def _set() -> None:
+    """Ours, or what was there before, by what is asked for; under the lock."""
+    wanted = _asked["enable"] or _asked["blocks"] > 0
+    if wanted and not _before:
+        _before.append(F.scaled_dot_product_attention)
+        F.scaled_dot_product_attention = cast(Any, _attention)
+    elif not wanted and _before:
+        F.scaled_dot_product_attention = _before.pop()
 
 
 def enable() -> None:
@@ -42,13 +70,15 @@ def enable() -> None:
     keeps torch's, and so does the fused inference path of nn.MultiheadAttention, which never calls it.
     """
     with _lock:
-        F.scaled_dot_product_attention = _attention
+        _asked["enable"] = True
+        _set()
 
 
 def disable() -> None:
-    """Put torch's own function back."""
+    """Put back what stood there; within a block of :func:`enabled`, at its end."""
     with _lock:
-        F.scaled_dot_product_attention = _torchs
+        _asked["enable"] = False
+        _set()
 
 
 def is_enabled() -> bool:
@@ -58,10 +88,13 @@ def is_enabled() -> bool:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """:func:`enable` for a block; afterwards it is as it was before."""
-    before = is_enabled()
-    enable()
+    """:func:`enable` for a block. Blocks may overlap, in threads too: it lasts until the last one ends."""
+    with _lock:
+        _asked["blocks"] += 1
+        _set()
     try:
         yield
     finally:
-        (enable if before else disable)()
+        with _lock:
+            _asked["blocks"] -= 1
+            _set()

@@ -217,7 +217,7 @@ class Call:
         shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
         if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
             raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
-        if (k.shape[1] == 0 and q.shape[1] != 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
+        if (k.shape[1] == 0) != (q.shape[1] == 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
             raise RuntimeError(f"{name}: query has no multiple of key's heads: {shapes}")
         if self.mask is not None:
             if self.mask.dtype not in ("bool", "float32", q.dtype):
@@ -586,13 +586,15 @@ def _differentiable(g, q, k, v, mask, scalars, wanted):
     """The gradients as torch's own ops make them, which have gradients themselves."""
     if scalars[-1] > 0:
         raise RuntimeError("scaled_dot_product_attention: with dropout it has no second derivative")
+    # Each by itself: a key that was computed from the query is no way for the query's gradient here.
+    q, k, v, mask = (t.view_as(t) if t is not None else None for t in (q, k, v, mask))
     inputs = [t for bit, t in enumerate((q, k, v, mask)) if wanted >> bit & 1]
     o = _composite(q, k, v, mask, None, *scalars)
     found = iter(torch.autograd.grad(o, inputs, g, create_graph=True))
     return [next(found) if wanted >> bit & 1 else None for bit in range(4)]
 
 
-def _materialized(q, k, mask, upper, lower):
+def materialized(q, k, mask, upper, lower):
     """attn_mask and is_causal as torch takes them."""
     if (upper is None and lower is None) or (upper == 0 and lower is None and mask is None):
         return mask, upper == 0
@@ -604,10 +606,12 @@ def _materialized(q, k, mask, upper, lower):
     return (mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)), False
 
 
-def _composite(q, k, v, mask, seed, upper, lower, scale, dropout):
-    """torch's own, of plain ops: for what the kernels don't do."""
-    mask, causal = _materialized(q, k, mask, upper, lower)
-    gqa = bool(q.dim() >= 3 and k.shape[-3] != q.shape[-3] and k.shape[-3] != 1)
+def _composite(q, k, v, mask, seed, upper, lower, scale, dropout, gqa=None):
+    """torch's own, of plain ops: for what the kernels don't do. gqa: by default whether the heads ask for it."""
+    mask, causal = materialized(q, k, mask, upper, lower)
+    if gqa is None:
+        # Not the comparison itself, which may be symbolic.
+        gqa = True if k.shape[-3] != q.shape[-3] else False  # noqa: SIM210
     with sdpa_kernel(SDPBackend.MATH):
         return _torchs(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
 
@@ -705,7 +709,7 @@ def _autocast(q, k, v, mask, seed, *scalars):
 
 
 def _public(q, k, v, mask, seed, upper, lower, scale, dropout):
-    mask, causal = _materialized(q, k, mask, upper, lower)
+    mask, causal = materialized(q, k, mask, upper, lower)
     return _with_keywords, (q, k, v, mask, dropout, causal, scale)
 
 
@@ -767,40 +771,63 @@ def scaled_dot_product_attention(
     Same as ``torch.nn.functional.scaled_dot_product_attention``. The forward gives the same bits every time, and so does the
     backward under ``torch.use_deterministic_algorithms(True)``.
     """
-    upper = 0 if is_causal else None
-    if attn_mask is not None:
-        if isinstance(attn_mask, CausalBias):
-            if is_causal:
-                raise ValueError("CausalBias should not be used with causal=True")
-            corner = attn_mask.variant == CausalVariant.LOWER_RIGHT
-            upper = attn_mask.seq_len_kv - attn_mask.seq_len_q if corner else 0
-            attn_mask, is_causal = None, True
-        elif is_causal:
-            raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    if is_causal.__class__ is not bool or enable_gqa.__class__ is not bool or isinstance(scale, str):
+        _require_kinds(is_causal=(is_causal, bool), scale=(scale, float), enable_gqa=(enable_gqa, bool))
+    if dropout_p is None or isinstance(dropout_p, str):
+        _require_kinds(dropout_p=(dropout_p, float))
+    attn_mask, upper = without_bias(query, key, attn_mask, is_causal)
     if has_torch_function_variadic(query, key, value, attn_mask):
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        attn_mask, causal = materialized(query, key, attn_mask, upper, None)
+        given = (query, key, value, attn_mask, dropout_p, causal)
         more = dict(scale=scale, enable_gqa=enable_gqa)
         return handle_torch_function(scaled_dot_product_attention, given[:4], *given, **more)
     return _routed(query, key, value, attn_mask, dropout_p, upper, None, scale, enable_gqa)
+
+
+def _require_kinds(**given: tuple[object, type]) -> None:
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind) and not (kind is float and (value is None) == (name == "scale")):
+            raise TypeError(
+                f"scaled_dot_product_attention(): argument '{name}' must be {kind.__name__}, not {type(value).__name__}"
+            )
+
+
+def without_bias(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, int | None]:
+    """A mask of plain values, if any, and up to which key, counted from its own, a query sees: of attn_mask and is_causal."""
+    if isinstance(mask, CausalBias):
+        if is_causal:
+            raise ValueError("CausalBias should not be used with causal=True")
+        lengths = mask.seq_len_q, mask.seq_len_kv
+        if mask.variant != CausalVariant.LOWER_RIGHT or lengths[0] == lengths[1]:
+            return None, 0
+        if lengths != (query.shape[-2], key.shape[-2]):
+            raise RuntimeError(
+                f"scaled_dot_product_attention: the bias is of {lengths[0]} queries and {lengths[1]} keys, but there are "
+                f"{query.shape[-2]} and {key.shape[-2]}"
+            )
+        return None, lengths[1] - lengths[0]
+    if mask is not None and is_causal:
+        raise RuntimeError("scaled_dot_product_attention: Explicit attn_mask should not be set when is_causal=True")
+    return mask, 0 if is_causal else None
 
 
 def _routed(query, key, value, mask, dropout, upper, lower, scale, gqa):
     """To a kernel, or to torch where none is for such tensors."""
     if _is_torchs(query, key, value, mask):
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
-        mask, causal = _materialized(query, key, mask, upper, lower) if tensors else (mask, False)
+        mask, causal = materialized(query, key, mask, upper, lower) if tensors else (mask, False)
         return _torchs(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa)
     if query.is_complex():
         raise NotImplementedError(f"scaled_dot_product_attention: not implemented for {query.dtype}")
     if not compiling() and torch._C._is_tracing():
-        return _composite(query, key, value, mask, None, upper, lower, scale, dropout)
+        return _composite(query, key, value, mask, None, upper, lower, scale, dropout, gqa)
     if dropout and not 0.0 <= dropout <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout}")
     if not (
         query.dim() == key.dim() == value.dim() == 4
         and query.shape[0] == key.shape[0] == value.shape[0]
         and key.shape[1] == value.shape[1]
-        and (query.shape[1] == key.shape[1] or gqa)
+        and (query.shape[1] == key.shape[1] or (gqa and key.shape[1] != 0 and query.shape[1] != 0))
         and 0 < query.shape[3] <= MAX_HEAD_DIM
         and 0 < value.shape[3] <= MAX_HEAD_DIM
     ):
@@ -872,7 +899,7 @@ def _attend(q, k, v, mask, dropout, upper, lower, scale):
 
 def _draw(like: Tensor) -> Tensor:
     """A seed from torch's generator, on the device: so that a captured graph draws another one at each replay."""
-    return torch.empty((), dtype=torch.int64, device=like.device).random_()
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=like.device)
 
 
 def _general(q, k, v, mask, dropout, upper, lower, scale, gqa):
@@ -886,8 +913,9 @@ def _general(q, k, v, mask, dropout, upper, lower, scale, gqa):
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
-    if q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
-        return _composite(q, k, v, mask, None, upper, lower, scale, dropout)
+    no_heads = min(q.dim(), k.dim(), v.dim()) >= 3 and 0 in (q.shape[-3], k.shape[-3], v.shape[-3])
+    if no_heads or q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
+        return _composite(q, k, v, mask, None, upper, lower, scale, dropout, gqa)
     if gqa and min(q.dim(), k.dim(), v.dim()) >= 3:
         heads = q.shape[-3]
         if any(n == 0 or heads % n for n in (k.shape[-3], v.shape[-3])):
