@@ -233,7 +233,7 @@ def test_sliding_windows(dtype: torch.dtype, place: str) -> None:
             window = (left, right)
 
             def ours(q: Tensor, k: Tensor, v: Tensor, window: tuple = window) -> Tensor:
-                return tkjit.attention.sliding_window_attention(q, k, v, window)
+                return tkjit.attention.attend(q, k, v, window=window)
 
             def theirs(q: Tensor, k: Tensor, v: Tensor, seen: Tensor = seen) -> Tensor:
                 return math_backend(q, k, v, seen)
@@ -241,12 +241,45 @@ def test_sliding_windows(dtype: torch.dtype, place: str) -> None:
             check(ours, theirs, [q, k, v], label=f"{length} {keys} {window}", slack=module.SLACK)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_soft_caps(dtype: torch.dtype, place: str) -> None:
+    """The products are large enough that the cap bends them."""
+
+    def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        scores = 3.0 * torch.tanh(0.5 * (q.double() @ k.double().mT) / 3.0)
+        scores = scores if mask is None else scores + mask.double()
+        return (scores.softmax(-1) @ v.double()).to(q.dtype)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return tkjit.attention.attend(q, k, v, mask, softcap=3.0, scale=0.5)
+
+    for length, keys in ((40, 70), (1, 600), (70, 250)):
+        q, k, v = heads(place, 1, 2, length, keys, 32, dtype)
+        check(ours, capped, [q, k, v], label=f"{length} {keys}", slack=module.SLACK)
+        mask = torch.randn(2, length, keys).to(place, dtype)
+        check(ours, capped, [q, k, v, mask], label=f"{length} {keys}, a bias", slack=module.SLACK)
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(ours, capped, heads(place, 1, 2, 40, 70, 32, dtype), label="in a fixed order", slack=module.SLACK)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.raises(ValueError, match="softcap"):
+        tkjit.attention.attend(q, k, v, softcap=-1.0)
+
+
+def test_second_derivatives_with_a_cap(place: str) -> None:
+    qkv = [t.requires_grad_() for t in heads(place, 1, 2, 4, 5, 4, torch.float64)]
+    function = lambda *t: tkjit.attention.attend(*t, softcap=1.0, window=(2, 1))  # noqa: E731
+    torch.autograd.gradcheck(function, qkv)
+    torch.autograd.gradgradcheck(function, qkv)
+
+
 def test_window_and_mask_together(place: str) -> None:
     q, k, v = heads(place, 1, 2, 40, 50, 16, torch.float32)
     band = torch.ones(40, 50, dtype=torch.bool, device=place).tril(10).triu(5)
     for mask in (torch.rand(40, 50, device=place) > 0.3, torch.randn(2, 40, 50, device=place)):
         both = mask & band if mask.dtype == torch.bool else mask.masked_fill(~band, -math.inf)
-        got = tkjit.attention.sliding_window_attention(q, k, v, (5, 0), mask)
+        got = tkjit.attention.attend(q, k, v, mask, window=(5, 0))
         want = math_backend(q.double(), k.double(), v.double(), both if both.dtype == torch.bool else both.double())
         assert_close(got, want, None, slack=module.SLACK[0])
 

@@ -1,6 +1,6 @@
 // Attention of L queries to S keys, each a row of d numbers, with values of dv numbers, and its gradients.
 //
-//   t = scale * q k^T (+ mask)        p = exp(t - max t) / sum exp(t - max t)        o = dropout(p) v
+//   t = scale * q k^T, capped (+ mask)    p = exp(t - max t) / sum exp(t - max t)        o = dropout(p) v
 //
 //   fwd         o, and of each row max t and sum exp(t - max t)
 //   combine     the same of what blocks found that had some of the keys each
@@ -34,7 +34,7 @@ struct Strides {
 struct Problem {
     Strides q, k, v, o, g, mask;  // g: the output's gradient
     int64_t sequence;             // the first batch entry's and head's number, for dropout
-    double scale, kept;
+    double scale, kept, cap;
     int heads, group;  // of queries; that share a head of keys and values
     int q_len, k_len, d, dv;
     int offset, lower;  // causal: query i sees the keys up to i + offset; window: from i + lower on
@@ -84,6 +84,7 @@ TK_DEVICE S scores_of(const Problem& a, const typename S::Mask* mask, const uint
     s.offset = a.offset;
     s.lower = a.lower;
     s.scale = typename S::Acc(a.scale);
+    s.cap = typename S::Acc(a.cap);
     if constexpr (S::kDropout) {
         s.seed = *seed;
         s.sequence = uint64_t(a.sequence) + uint64_t(batch) * uint64_t(a.heads) + uint64_t(head);
@@ -124,6 +125,25 @@ TK_DEVICE void see(typename S::Acc (&p)[kRows][kCols], const S& scores, int firs
         }
     }
 }
+
+// Of products, before they are scores: what their gradients are multiplied by. Without a cap nothing.
+template <class S, int kRows, int kCols>
+struct Slopes {
+    using Acc = typename S::Acc;
+    Acc of[S::kSoftcap ? kRows : 1][S::kSoftcap ? kCols : 1];
+
+    TK_DEVICE Slopes(const Acc (&p)[kRows][kCols], const S& scores)
+    {
+#pragma unroll
+        for (int i = 0; S::kSoftcap && i < kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < kCols; ++j) {
+                of[i][j] = scores.slope(p[i][j]);
+            }
+        }
+    }
+    TK_DEVICE Acc times(Acc v, int i, int j) const { return S::kSoftcap ? v * of[S::kSoftcap ? i : 0][S::kSoftcap ? j : 0] : v; }
+};
 
 // Multiplies p by dropout's factors. kTransposed: rows are keys, columns queries.
 template <class W, class S, bool kTransposed, int kRows, int kCols>
@@ -457,6 +477,7 @@ bwd_dkv(T* dk,                          // (batch, heads / group, k_len, d)
             Acc p[E::kRows][BLOCK_M / E::kLanes];
             tile::fill(p, Acc(0));
             E::template nt<BLOCK_M, kD>(p, shared.k, shared.q);
+            const Slopes<S, E::kRows, BLOCK_M / E::kLanes> slopes(p, scores);
             see<E, S, true>(p, scores, at.first, first, !whole);
 #pragma unroll
             for (int j = 0; j < BLOCK_M / E::kLanes; ++j) {
@@ -489,7 +510,7 @@ bwd_dkv(T* dk,                          // (batch, heads / group, k_len, d)
                     const Acc delta = shared.rows.delta[E::column(j)];
 #pragma unroll
                     for (int i = 0; i < E::kRows; ++i) {
-                        ds[i][j] = p[i][j] * (ds[i][j] - delta);
+                        ds[i][j] = slopes.times(p[i][j] * (ds[i][j] - delta), i, j);
                     }
                 }
                 E::template rn<kOutK, BLOCK_M>(dk_sum, ds, shared.q, kDV ? 0 : column);
@@ -607,6 +628,7 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
         Scored::template nt<kD>(p, shared.k, scored.row, s.q, scored.col);
         tile::fill(ds, 0.0f);
         Scored::template nt<kDv>(ds, shared.v, scored.row, s.g, scored.col);
+        const Slopes<S, Scored::kRows, Scored::kCols> slopes(p, scores);
         see<Scored, S, true>(p, scores, at.first + scored.row, first + scored.col, !whole);
         if constexpr (S::kDropout) {
             drop<Scored, S, true>(ds, scores, at.first + scored.row, first + scored.col);
@@ -618,7 +640,7 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
 #pragma unroll
             for (int i = 0; i < Scored::kRows; ++i) {
                 p[i][j] = weight(scores, p[i][j], less, factor);
-                ds[i][j] = p[i][j] * (ds[i][j] - delta);
+                ds[i][j] = slopes.times(p[i][j] * (ds[i][j] - delta), i, j);
             }
         }
         if constexpr (S::kDropout) {
@@ -683,8 +705,9 @@ bwd_round(T* dq,            // (batch, heads, q_len, d)
     }
 }
 
-// ds of BLOCK_M queries and the keys from `first` on; the tiles are there.
-template <class E, class S, int BLOCK_N, int kD, int kDv, class Shared>
+// ds of BLOCK_M queries and the keys from `first` on; the tiles are there. kOfProducts: the gradient of the products rather than
+// of the scores, which a cap tells apart.
+template <class E, class S, bool kOfProducts, int BLOCK_N, int kD, int kDv, class Shared>
 TK_DEVICE void score_gradients(typename E::Acc (&ds)[E::kRows][BLOCK_N / E::kLanes], const S& scores, const Shared& shared,
                                int first_query, int first_key, bool edge)
 {
@@ -692,6 +715,7 @@ TK_DEVICE void score_gradients(typename E::Acc (&ds)[E::kRows][BLOCK_N / E::kLan
     Acc p[E::kRows][BLOCK_N / E::kLanes];
     tile::fill(p, Acc(0));
     E::template nt<BLOCK_N, kD>(p, shared.q, shared.k);
+    const Slopes<S, E::kRows, BLOCK_N / E::kLanes> slopes(p, scores);
     see<E, S, false>(p, scores, first_query, first_key, edge);
     tile::fill(ds, Acc(0));
     E::template nt<BLOCK_N, kDv>(ds, shared.g, shared.v);
@@ -705,6 +729,7 @@ TK_DEVICE void score_gradients(typename E::Acc (&ds)[E::kRows][BLOCK_N / E::kLan
 #pragma unroll
         for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
             ds[i][j] = weight(scores, p[i][j], less, factor) * (ds[i][j] - delta);
+            ds[i][j] = kOfProducts ? slopes.times(ds[i][j], i, j) : ds[i][j];
         }
     }
 }
@@ -750,7 +775,7 @@ bwd_delta(typename S::Acc* rows,         // (3, n_rows): less, factor, delta, wh
         tk::sync_block();  // the keys are there
         Acc terms[E::kRows][BLOCK_N / E::kLanes];
         const bool edge = !is_whole<S, BLOCK_M, BLOCK_N>(a, at.first, first);
-        score_gradients<E, S, BLOCK_N, kD, kDv>(terms, scores, shared, at.first, first, edge);
+        score_gradients<E, S, false, BLOCK_N, kD, kDv>(terms, scores, shared, at.first, first, edge);
 #pragma unroll
         for (int i = 0; i < E::kRows; ++i) {
 #pragma unroll
@@ -815,7 +840,7 @@ bwd_dq(T* dq,                         // (batch, heads, q_len, d)
         tk::sync_block();  // the keys are there
         Acc ds[E::kRows][BLOCK_N / E::kLanes];
         const bool edge = !is_whole<S, BLOCK_M, BLOCK_N>(a, at.first, first);
-        score_gradients<E, S, BLOCK_N, kD, kDv>(ds, scores, shared, at.first, first, edge);
+        score_gradients<E, S, true, BLOCK_N, kD, kDv>(ds, scores, shared, at.first, first, edge);
         E::template rn<kOut, BLOCK_N>(sum, ds, shared.k, column);
     }
     tk::copy_wait<0>();
@@ -888,7 +913,7 @@ bwd_dmask(Out* dmask,                    // (parts, size.batch, size.heads, size
             tk::copy_wait<0>();
             tk::sync_block();  // the tiles are there
             Acc ds[E::kRows][BLOCK_N / E::kLanes];
-            score_gradients<E, S, BLOCK_N, kD, kDv>(ds, scores, shared, m, n, true);
+            score_gradients<E, S, false, BLOCK_N, kD, kDv>(ds, scores, shared, m, n, true);
 #pragma unroll
             for (int row = 0; row < E::kRows; ++row) {
 #pragma unroll

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
-from .ops.attention import materialized, scaled_dot_product_attention, sliding_window_attention, without_bias
+from .ops.attention import attend, materialized, scaled_dot_product_attention, without_bias
 
-__all__ = ["disable", "enable", "enabled", "is_enabled", "sliding_window_attention"]
+__all__ = ["attend", "disable", "enable", "enabled", "is_enabled"]
 
 _torchs = torch._C._nn.scaled_dot_product_attention
 _lock = threading.Lock()

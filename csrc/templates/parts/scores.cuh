@@ -12,12 +12,15 @@ struct None {};  // no mask
 // Mask: None, bool (true: the key is seen), or a float type (added to the scaled score). kMaskPairs: two neighbours of one
 // query's row begin on a multiple of both's size, and k_len is even. kCausal: query i sees the keys up to i + offset. kWindow:
 // and those from i + lower on. kRagged: some tile has a query or a key outside. kFold: scores stay as the product left them, and the scale, > 0, is folded
-// into the exponent: for two-byte types without a float mask.
-template <class T, class TheMask, bool kHasMaskPairs, bool kIsCausal, bool kIsWindow, bool kIsRagged, bool kHasDropout, bool kIsFold>
+// into the exponent: for two-byte types without a float mask. kSoftcap: a scaled score s becomes cap * tanh(s / cap).
+template <class T, class TheMask, bool kHasMaskPairs, bool kIsCausal, bool kIsWindow, bool kIsRagged, bool kHasDropout, bool kIsFold,
+          bool kHasSoftcap = false>
 struct Scores {
     using Acc = tk::accumulator_t<T>;
     using Mask = TheMask;
     static constexpr bool kCausal = kIsCausal, kWindow = kIsWindow, kRagged = kIsRagged, kDropout = kHasDropout, kFold = kIsFold;
+    static constexpr bool kSoftcap = kHasSoftcap;
+    static_assert(!kSoftcap || !kFold);
     static constexpr bool kBool = tk::is_same<Mask, bool>::value, kBias = !kBool && !tk::is_same<Mask, None>::value;
     static constexpr bool kMasked = kBool || kBias, kMaskPairs = kMasked && kHasMaskPairs;
     // Whether the softmax sees something else than the product.
@@ -28,7 +31,7 @@ struct Scores {
     const Mask* mask;  // of the batch entry and the head, (q_len, k_len)
     int64_t mask_q, mask_k;
     int q_len, k_len, offset, lower;
-    Acc scale;
+    Acc scale, cap;
     uint64_t seed, sequence;  // of dropout; sequence: which batch entry and head
     uint32_t dropped;         // of 2^32 random words
     Acc kept;                 // the factor of what is not dropped
@@ -39,7 +42,7 @@ struct Scores {
         if constexpr (kMasked) {
             return changed(s, mask[at(query, key, 1)]);
         } else {
-            return s * scale;
+            return scaled(s);
         }
     }
     // The same of two neighbouring keys, the first one even.
@@ -54,6 +57,12 @@ struct Scores {
             s = changed(s, query, key);
             next = changed(next, query, key + 1);
         }
+    }
+    // Of a scaled and capped score, how fast it changes with the scaled one: cap * tanh(s / cap) has the slope 1 - tanh^2.
+    TK_DEVICE Acc slope(Acc s) const
+    {
+        const Acc t = tk::tanh(s * scale / cap);
+        return Acc(1) - t * t;
     }
     // Whether query or key lies outside, or the one comes too early or too late for the other.
     TK_DEVICE bool hidden(int query, int key) const
@@ -103,11 +112,14 @@ private:
         }
         return query * mask_q + (kMaskPairs ? int64_t(key) : key * mask_k);
     }
+    TK_DEVICE Acc scaled(Acc s) const
+    {
+        s = kFold ? s : s * scale;
+        return kSoftcap ? cap * tk::tanh(s / cap) : s;
+    }
     TK_DEVICE Acc changed(Acc s, Mask m) const
     {
-        if constexpr (!kFold) {
-            s *= scale;
-        }
+        s = scaled(s);
         if constexpr (kBool) {
             return m ? s : -tk::limits<Acc>::inf();
         } else {

@@ -41,6 +41,10 @@ TK_DEVICE double exp(double v) { return ::exp(v); }
 TK_DEVICE double exp2(double v) { return ::exp2(v); }
 TK_DEVICE double reciprocal(double v) { return 1.0 / v; }
 
+// Within 2 ulp; NaN stays NaN.
+TK_DEVICE float tanh(float v) { return ::tanhf(v); }
+TK_DEVICE double tanh(double v) { return ::tanh(v); }
+
 // Natural logarithm, within 2 ulp.
 TK_DEVICE float log(float v) { return ::logf(v); }
 TK_DEVICE double log(double v) { return ::log(v); }

@@ -200,6 +200,7 @@ class Call:
     seed: Spec | None
     upper: int | None  # query i sees the keys up to i + upper
     lower: int | None  # and from i + lower on
+    softcap: float  # 0: none
     scale: float
     dropout: float
 
@@ -268,8 +269,21 @@ class Call:
             and all(n <= 1 or s % 2 == 0 for n, s in zip(self.mask.shape[:-1], self.mask.strides[:-1]))
         )
         ragged = self.q.shape[2] % rows != 0 or self.k.shape[2] % cols != 0
-        fold = self.size == 2 and 0 < self.scale < math.inf and (self.mask is None or self.mask.dtype == "bool")
-        flags = (pairs, self.upper is not None, self.lower is not None, ragged, self.dropout > 0, fold)
+        fold = (
+            self.size == 2
+            and self.softcap == 0
+            and 0 < self.scale < math.inf
+            and (self.mask is None or self.mask.dtype == "bool")
+        )
+        flags = (
+            pairs,
+            self.upper is not None,
+            self.lower is not None,
+            ragged,
+            self.dropout > 0,
+            fold,
+            self.softcap > 0,
+        )
         return f"scores::Scores<{CTYPES[self.q.dtype]}, {mask}, {', '.join(str(f).lower() for f in flags)}>"
 
     def problem(self, o: Spec | None = None, g: Spec | None = None) -> Any:
@@ -281,9 +295,10 @@ class Call:
         strides = [*(t.strides if t is not None else (0, 0, 0, 0) for t in (self.q, self.k, self.v, o, g)), mask]
         kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         return struct(
-            *(i64(s) for four in strides for s in four), i64(0), f64(self.scale), f64(kept), i32(self.q.shape[1]),
-            i32(self.group), i32(self.q.shape[2]), i32(self.k.shape[2]), i32(self.q.shape[3]), i32(self.v.shape[3]),
-            i32(_limit(self.upper)), i32(_limit(self.lower)), u32(min(round(self.dropout * 2**32), 2**32 - 1)),
+            *(i64(s) for four in strides for s in four), i64(0), f64(self.scale), f64(kept), f64(self.softcap),
+            i32(self.q.shape[1]), i32(self.group), i32(self.q.shape[2]), i32(self.k.shape[2]), i32(self.q.shape[3]),
+            i32(self.v.shape[3]), i32(_limit(self.upper)), i32(_limit(self.lower)),
+            u32(min(round(self.dropout * 2**32), 2**32 - 1)),
         )  # fmt: skip
 
 
@@ -319,11 +334,11 @@ def _tokens_first(shape: Any, strides: Any) -> bool:
 @planned
 def _forward(
     q: Spec, k: Spec, v: Spec, mask: Spec | None, seed: Spec | None,
-    upper: int | None, lower: int | None, scale: float, dropout: float,
+    upper: int | None, lower: int | None, softcap: float, scale: float, dropout: float,
     with_stats: bool = False,
 ) -> Any:  # fmt: skip
     """o; with_stats: and the rows' maxima and sums, (2, batch, heads, q_len)."""
-    call = Call(q, k, v, mask, seed, upper, lower, scale, dropout)
+    call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
     device = _require_arch(device_of(q))
     b, h, length, _ = q.shape
     o = _like((b, h, length, v.shape[3]), q)
@@ -335,11 +350,11 @@ def _forward(
     # What each query sees all keys of is no limit.
     upper = None if upper is not None and upper >= k.shape[2] - 1 else upper
     lower = None if lower is not None and lower <= 1 - q.shape[2] else lower
-    call = Call(q, k, v, mask, seed, upper, lower, scale, dropout)
+    call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
     limited = upper is not None or lower is not None
     packed = None if limited or dropout > 0 else _packed(q, k, mask, o)
     if packed is not None:
-        folded = Call(packed[0], k, v, packed[1], seed, upper, lower, scale, dropout)
+        folded = Call(packed[0], k, v, packed[1], seed, upper, lower, softcap, scale, dropout)
         return plan(outputs, *_forward_launches(folded, packed[2], o, stats if with_stats else None, device))
     return plan(outputs, *_forward_launches(call, o, o, stats if with_stats else None, device))
 
@@ -428,13 +443,13 @@ def _require_arch(device: Device) -> Device:
 def _backward(
     g: Spec, q: Spec, k: Spec, v: Spec, o: Spec, stats: Spec, mask: Spec | None, seed: Spec | None,
     upper: int | None, lower: int | None,
-    scale: float, dropout: float, wanted: int, fixed_order: bool,
+    softcap: float, scale: float, dropout: float, wanted: int, fixed_order: bool,
 ) -> Any:  # fmt: skip
     """The wanted of dq, dk, dv (bits 0 to 2) and the mask's gradient (bit 3), in parts that are to be summed.
 
     fixed_order: the same bits every time.
     """
-    call = Call(q, k, v, mask, seed, upper, lower, scale, dropout)
+    call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
     device = _require_arch(device_of(q))
     if g.shape != o.shape or g.dtype != o.dtype:
         raise RuntimeError(
@@ -562,17 +577,17 @@ def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, *more):
-        upper, lower, scale, dropout = ctx.scalars[-4:]
+        upper, lower, softcap, scale, dropout = ctx.scalars[-5:]
         seed = more[-1] if dropout > 0 else None
         mask = more[0] if len(more) > (seed is not None) else None
-        o, stats = _forward(q, k, v, mask, seed, upper, lower, scale, dropout, True)
+        o, stats = _forward(q, k, v, mask, seed, upper, lower, softcap, scale, dropout, True)
         ctx.save_for_backward(q, k, v, o, stats, mask, seed)
         return o
 
     @staticmethod
     def backward(ctx, g):
         q, k, v, o, stats, mask, seed = ctx.saved_tensors
-        scalars = ctx.scalars[-4:]
+        scalars = ctx.scalars[-5:]
         needs = ctx.needs_input_grad
         wanted = needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
         if torch.is_grad_enabled():
@@ -606,14 +621,32 @@ def materialized(q, k, mask, upper, lower):
     return (mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)), False
 
 
-def _composite(q, k, v, mask, seed, upper, lower, scale, dropout, gqa=None):
+def _composite(q, k, v, mask, seed, upper, lower, softcap, scale, dropout, gqa=None):
     """torch's own, of plain ops: for what the kernels don't do. gqa: by default whether the heads ask for it."""
+    if softcap > 0:
+        return _capped(q, k, v, mask, upper, lower, softcap, scale, dropout)
     mask, causal = materialized(q, k, mask, upper, lower)
     if gqa is None:
         # Not the comparison itself, which may be symbolic.
         gqa = True if k.shape[-3] != q.shape[-3] else False  # noqa: SIM210
     with sdpa_kernel(SDPBackend.MATH):
         return _torchs(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+
+
+def _capped(q, k, v, mask, upper, lower, softcap, scale, dropout):
+    """The same with a cap, which torch's own has not."""
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) if t.shape[-3] != q.shape[-3] else t for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = softcap * torch.tanh(scale * (q.to(wide) @ k.to(wide).mT) / softcap)
+    mask, causal = materialized(q, k, mask, upper, lower)
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    empty = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return (torch.dropout(weights, dropout, dropout > 0) @ v.to(wide)).to(q.dtype)
 
 
 # --- torch.ops -------------------------------------------------------------------------------------------------------
@@ -628,12 +661,12 @@ def _setup_forward(ctx, inputs, output):
 
 def _library_backward(ctx, g, _):
     if g is None:
-        return (None,) * 9
+        return (None,) * 10
     q, k, v, o, stats, mask, seed = ctx.saved_tensors
     needs = ctx.needs_input_grad
     wanted = needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
     found = iter(_backward_op(g, q, k, v, o, stats, mask, seed, *ctx.scalars, wanted))
-    return (*(next(found) if wanted >> bit & 1 else None for bit in range(4)), *(None,) * 5)
+    return (*(next(found) if wanted >> bit & 1 else None for bit in range(4)), *(None,) * 6)
 
 
 def _setup_backward(ctx, inputs, output):
@@ -651,7 +684,7 @@ def _library_second(ctx, gradients):
     sources = [*inputs, *([mask] if ctx.wanted & 8 else [])]
     found = list(torch.autograd.grad(first, sources, gradients, allow_unused=True))
     d_mask = found.pop() if ctx.wanted & 8 else None
-    return (*found, None, None, d_mask, *(None,) * 6)
+    return (*found, None, None, d_mask, *(None,) * 7)
 
 
 def _empty_like(shape, source):
@@ -661,7 +694,7 @@ def _empty_like(shape, source):
     return source.new_empty(shape)
 
 
-def _fake(q, k, v, mask, seed, upper, lower, scale, dropout):
+def _fake(q, k, v, mask, seed, upper, lower, softcap, scale, dropout):
     if not q.is_floating_point():
         raise RuntimeError(
             f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}"
@@ -670,18 +703,19 @@ def _fake(q, k, v, mask, seed, upper, lower, scale, dropout):
     return _empty_like((*q.shape[:3], v.shape[3]), q), q.new_empty((2, *q.shape[:3]), dtype=acc)
 
 
-def _fake_backward(g, q, k, v, o, stats, mask, seed, upper, lower, scale, dropout, wanted):
+def _fake_backward(g, q, k, v, o, stats, mask, seed, upper, lower, softcap, scale, dropout, wanted):
     found = [_empty_like(t.shape, t) for bit, t in enumerate((q, k, v)) if wanted >> bit & 1]
     return found + ([torch.empty_like(mask, memory_format=torch.contiguous_format)] if wanted >> 3 & 1 else [])
 
 
-def _run_backward(g, q, k, v, o, stats, mask, seed, upper, lower, scale, dropout, wanted):
-    grads = _gradients(g, q, k, v, o, stats, mask, seed, (upper, lower, scale, dropout), wanted)
+def _run_backward(g, q, k, v, o, stats, mask, seed, upper, lower, softcap, scale, dropout, wanted):
+    grads = _gradients(g, q, k, v, o, stats, mask, seed, (upper, lower, softcap, scale, dropout), wanted)
     return [t for t in grads if t is not None]
 
 
 _forward_op = define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, int? upper, int? lower, float scale, float dropout) "
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, int? upper, int? lower, float softcap, float scale, "
+    "float dropout) "
     "-> (Tensor, Tensor)",
     run=lambda *args: _forward(*args, True),
     fake=_fake,
@@ -690,7 +724,7 @@ _forward_op = define(
 )
 _backward_op = define(
     "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor? mask, Tensor? seed, int? upper, "
-    "int? lower, float scale, float dropout, int wanted) -> Tensor[]",
+    "int? lower, float softcap, float scale, float dropout, int wanted) -> Tensor[]",
     run=_run_backward,
     fake=_fake_backward,
     setup_context=_setup_backward,
@@ -708,7 +742,9 @@ def _autocast(q, k, v, mask, seed, *scalars):
     return *map(cast, (q, k, v, mask)), seed, *scalars
 
 
-def _public(q, k, v, mask, seed, upper, lower, scale, dropout):
+def _public(q, k, v, mask, seed, upper, lower, softcap, scale, dropout):
+    if softcap > 0:
+        return attend, (q, k, v, mask, dropout, softcap, scale)
     mask, causal = materialized(q, k, mask, upper, lower)
     return _with_keywords, (q, k, v, mask, dropout, causal, scale)
 
@@ -781,7 +817,7 @@ def scaled_dot_product_attention(
         given = (query, key, value, attn_mask, dropout_p, causal)
         more = dict(scale=scale, enable_gqa=enable_gqa)
         return handle_torch_function(scaled_dot_product_attention, given[:4], *given, **more)
-    return _routed(query, key, value, attn_mask, dropout_p, upper, None, scale, enable_gqa)
+    return _routed(query, key, value, attn_mask, dropout_p, upper, None, 0.0, scale, enable_gqa)
 
 
 def _require_kinds(**given: tuple[object, type]) -> None:
@@ -811,7 +847,7 @@ def without_bias(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: boo
     return mask, 0 if is_causal else None
 
 
-def _routed(query, key, value, mask, dropout, upper, lower, scale, gqa):
+def _routed(query, key, value, mask, dropout, upper, lower, softcap, scale, gqa):
     """To a kernel, or to torch where none is for such tensors."""
     if _is_torchs(query, key, value, mask):
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
@@ -820,7 +856,7 @@ def _routed(query, key, value, mask, dropout, upper, lower, scale, gqa):
     if query.is_complex():
         raise NotImplementedError(f"scaled_dot_product_attention: not implemented for {query.dtype}")
     if not compiling() and torch._C._is_tracing():
-        return _composite(query, key, value, mask, None, upper, lower, scale, dropout, gqa)
+        return _composite(query, key, value, mask, None, upper, lower, softcap, scale, dropout, gqa)
     if dropout and not 0.0 <= dropout <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout}")
     if not (
@@ -831,26 +867,28 @@ def _routed(query, key, value, mask, dropout, upper, lower, scale, gqa):
         and 0 < query.shape[3] <= MAX_HEAD_DIM
         and 0 < value.shape[3] <= MAX_HEAD_DIM
     ):
-        return _general(query, key, value, mask, dropout, upper, lower, scale, gqa)
-    return _attend(query, key, value, mask, dropout, upper, lower, scale)
+        return _general(query, key, value, mask, dropout, upper, lower, softcap, scale, gqa)
+    return _attend(query, key, value, mask, dropout, upper, lower, softcap, scale)
 
 
-def sliding_window_attention(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    window: tuple[int | None, int | None],
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    *,
+    softcap: float = 0.0,
     scale: float | None = None,
+    *,
+    window: tuple[int | None, int | None] = (None, None),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention in which a query sees the keys near its own place only.
+    """Attention with what torch's signature has no word for: a window of keys, and a cap of the scores.
 
     Args:
         window: ``(left, right)``: query i of L sees the keys from ``i + S - L - left`` to ``i + S - L + right`` of S. None: no
             limit on that side; ``(n - 1, 0)`` is the causal window of n keys. Tiles of keys outside are not even loaded.
+        softcap: If above 0, a scaled score s counts as ``softcap * tanh(s / softcap)``, before the mask is added.
         query, key, value, attn_mask, dropout_p, scale, enable_gqa: As of :func:`scaled_dot_product_attention`; a key counts that
             window and mask both let through.
 
@@ -859,18 +897,21 @@ def sliding_window_attention(
 
     Raises:
         TypeError: What should be a tensor isn't.
+        ValueError: ``softcap`` is negative.
         RuntimeError: Shapes or dtypes that don't go together; ``dropout_p`` outside [0, 1].
 
-    Differentiable. Windows as ``flash_attn_func(..., window_size=window)`` of FlashAttention has them, where -1 stands for None.
+    Differentiable. Window and cap as FlashAttention's ``flash_attn_func`` has them, where -1 stands for None.
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor):
-            raise TypeError(f"sliding_window_attention(): argument '{name}' must be Tensor, not {type(t).__name__}")
+            raise TypeError(f"attend(): argument '{name}' must be Tensor, not {type(t).__name__}")
+    if softcap < 0:
+        raise ValueError(f"attend(): softcap is {softcap}; it must be 0 or above")
     left, right = window
     diagonal = key.shape[-2] - query.shape[-2]
     upper = None if right is None else diagonal + right
     lower = None if left is None else diagonal - left
-    return _routed(query, key, value, attn_mask, dropout_p, upper, lower, scale, enable_gqa)
+    return _routed(query, key, value, attn_mask, dropout_p, upper, lower, softcap, scale, enable_gqa)
 
 
 def _is_torchs(query, key, value, mask):
@@ -885,11 +926,11 @@ def _is_torchs(query, key, value, mask):
     )
 
 
-def _attend(q, k, v, mask, dropout, upper, lower, scale):
+def _attend(q, k, v, mask, dropout, upper, lower, softcap, scale):
     """Four dims, of heads that go together."""
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     seed = _draw(q) if dropout > 0 else None
-    args = (q, k, v, mask, seed, upper, lower, scale, float(dropout))
+    args = (q, k, v, mask, seed, upper, lower, float(softcap), scale, float(dropout))
     if compiling():
         if torch.is_autocast_enabled(q.device.type):
             args = _autocast(*args)
@@ -902,7 +943,7 @@ def _draw(like: Tensor) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=like.device)
 
 
-def _general(q, k, v, mask, dropout, upper, lower, scale, gqa):
+def _general(q, k, v, mask, dropout, upper, lower, softcap, scale, gqa):
     """Any number of dims, leading dims that broadcast, heads of another number in key and value."""
     name = "scaled_dot_product_attention"
     if min(q.dim(), k.dim(), v.dim()) < 2:
@@ -915,7 +956,7 @@ def _general(q, k, v, mask, dropout, upper, lower, scale, gqa):
         raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
     no_heads = min(q.dim(), k.dim(), v.dim()) >= 3 and 0 in (q.shape[-3], k.shape[-3], v.shape[-3])
     if no_heads or q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
-        return _composite(q, k, v, mask, None, upper, lower, scale, dropout, gqa)
+        return _composite(q, k, v, mask, None, upper, lower, softcap, scale, dropout, gqa)
     if gqa and min(q.dim(), k.dim(), v.dim()) >= 3:
         heads = q.shape[-3]
         if any(n == 0 or heads % n for n in (k.shape[-3], v.shape[-3])):
@@ -945,7 +986,7 @@ def _general(q, k, v, mask, dropout, upper, lower, scale, gqa):
 
     if mask is not None and mask.dim() != 4 and mask.dim() > 2:
         mask = mask.reshape(batch, heads, *mask.shape[-2:])
-    return _attend(four(q), four(k), four(v), mask, dropout, upper, lower, scale).reshape(shape)
+    return _attend(four(q), four(k), four(v), mask, dropout, upper, lower, softcap, scale).reshape(shape)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
