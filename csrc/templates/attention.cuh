@@ -41,8 +41,10 @@ struct Problem {
     uint32_t dropped;
 };
 
-template <class T, int kWarps, int kTiles, bool kTwoBytes = sizeof(T) == 2> struct engine { using type = tile::Tensor16<T, kWarps, kTiles>; };
-template <class T, int kWarps, int kTiles> struct engine<T, kWarps, kTiles, false> { using type = tile::Scalar<T, kWarps, kTiles>; };
+template <class T, int kWarps, int kTiles>
+struct engine {
+    using type = typename tk::select<sizeof(T) == 2, tile::Tensor16<T, kWarps, kTiles>, tile::Scalar<T, kWarps, kTiles>>::type;
+};
 
 // Which tile, head and batch entry a block has, and which chunk of its columns or which part of the keys.
 struct Place {

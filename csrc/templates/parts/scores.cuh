@@ -11,8 +11,9 @@ struct None {};  // no mask
 
 // Mask: None, bool (true: the key is seen), or a float type (added to the scaled score). kMaskPairs: two neighbours of one
 // query's row begin on a multiple of both's size, and k_len is even. kCausal: query i sees the keys up to i + offset. kWindow:
-// and those from i + lower on. kRagged: some tile has a query or a key outside. kFold: scores stay as the product left them, and the scale, > 0, is folded
-// into the exponent: for two-byte types without a float mask. kSoftcap: a scaled score s becomes cap * tanh(s / cap).
+// and those from i + lower on. kRagged: some tile has a query or a key outside. kFold: scores stay as the product left them, and
+// the scale, > 0, is folded into the exponent: for two-byte types without a float mask or a cap. kSoftcap: a scaled score s
+// becomes cap * tanh(s / cap).
 template <class T, class TheMask, bool kHasMaskPairs, bool kIsCausal, bool kIsWindow, bool kIsRagged, bool kHasDropout, bool kIsFold,
           bool kHasSoftcap = false>
 struct Scores {
@@ -88,7 +89,8 @@ struct Scores {
     // What dropout multiplies the weights of query and key, and of query and key + 1, by. key is even.
     TK_DEVICE void keep(int query, int key, Acc& first, Acc& second) const
     {
-        const tk::Quad r = tk::philox(seed, tk::Quad{{uint32_t(key) / 2, uint32_t(query) / 2, uint32_t(sequence), uint32_t(sequence >> 32)}});
+        const uint32_t low = uint32_t(sequence), high = uint32_t(sequence >> 32);
+        const tk::Quad r = tk::philox(seed, tk::Quad{{uint32_t(key) / 2, uint32_t(query) / 2, low, high}});
         first = (query % 2 ? r.w[2] : r.w[0]) < dropped ? Acc(0) : kept;
         second = (query % 2 ? r.w[3] : r.w[1]) < dropped ? Acc(0) : kept;
     }
