@@ -31,7 +31,8 @@ def example(root: Path, name: str, tmp_path: Path, **variables: str) -> str:
 def test_the_demo_runs_on_the_cpu(root: Path, tmp_path: Path) -> None:
     said = example(root, "01_softmax.py", tmp_path)
     errors = [float(number) for number in re.findall(r"error (\S+) (?:\S+)", said)]
-    assert len(errors) >= 4 and max(errors) < 0.05, said
+    # Logarithms from 16 on are 0.0625 off where bfloat16 rounds them right.
+    assert len(errors) >= 4 and max(errors) < 0.1, said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it runs there")
