@@ -33,7 +33,6 @@ struct Strides {
 
 struct Problem {
     Strides q, k, v, o, g, mask;  // g: the output's gradient
-    int64_t sequence;             // the first batch entry's and head's number, for dropout
     double scale, kept, cap;
     int heads, group;  // of queries; that share a head of keys and values
     int q_len, k_len, d, dv;
@@ -72,6 +71,17 @@ TK_DEVICE tile::Matrix<T> matrix(const T* p, const Strides& s, int batch, int he
     return {p + batch * s.b + head * s.h + first_col * s.d, s.l, s.d, rows, cols - first_col};
 }
 
+// The number of a query's row among all, batch by batch and head by head; and where row r is in a tensor.
+TK_DEVICE int64_t row_of(const Problem& a, int batch, int head, int query)
+{
+    return (int64_t(batch) * a.heads + head) * a.q_len + query;
+}
+template <class T>
+TK_DEVICE T* row_at(T* p, const Strides& s, const Problem& a, int64_t r)
+{
+    return p + r / a.q_len / a.heads * s.b + r / a.q_len % a.heads * s.h + r % a.q_len * s.l;
+}
+
 template <class S>
 TK_DEVICE S scores_of(const Problem& a, const typename S::Mask* mask, const uint64_t* seed, int batch, int head)
 {
@@ -89,86 +99,11 @@ TK_DEVICE S scores_of(const Problem& a, const typename S::Mask* mask, const uint
     s.cap = typename S::Acc(a.cap);
     if constexpr (S::kDropout) {
         s.seed = *seed;
-        s.sequence = uint64_t(a.sequence) + uint64_t(batch) * uint64_t(a.heads) + uint64_t(head);
+        s.sequence = uint64_t(batch) * uint64_t(a.heads) + uint64_t(head);
         s.dropped = a.dropped;
         s.kept = typename S::Acc(a.kept);
     }
     return s;
-}
-
-// Makes of products the scores that the softmax sees: -inf where a query doesn't see a key. edge: there may be such keys, or
-// ones outside, for another reason than the mask. kTransposed: rows are keys, columns queries.
-template <class W, class S, bool kTransposed, int kRows, int kCols>
-TK_DEVICE void see(typename S::Acc (&p)[kRows][kCols], const S& scores, int first_row, int first_col, bool edge)
-{
-#pragma unroll
-    for (int i = 0; S::kChanged && i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-            const int row = first_row + W::row(i), col = first_col + W::column(j);
-            if constexpr (kTransposed || !W::kPairs) {
-                p[i][j] = scores.changed(p[i][j], kTransposed ? col : row, kTransposed ? row : col);
-            } else if (j % 2 == 0) {
-                scores.changed(p[i][j], p[i][j + 1], row, col);
-            }
-        }
-    }
-    if (!S::kEdges || !edge) {
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-            const int row = first_row + W::row(i), col = first_col + W::column(j);
-            if (scores.hidden(kTransposed ? col : row, kTransposed ? row : col)) {
-                p[i][j] = -tk::limits<typename S::Acc>::inf();
-            }
-        }
-    }
-}
-
-// Of products, before they are scores: what their gradients are multiplied by. Without a cap nothing.
-template <class S, int kRows, int kCols>
-struct Slopes {
-    using Acc = typename S::Acc;
-    Acc of[S::kSoftcap ? kRows : 1][S::kSoftcap ? kCols : 1];
-
-    TK_DEVICE Slopes(const Acc (&p)[kRows][kCols], const S& scores)
-    {
-#pragma unroll
-        for (int i = 0; S::kSoftcap && i < kRows; ++i) {
-#pragma unroll
-            for (int j = 0; j < kCols; ++j) {
-                of[i][j] = scores.slope(p[i][j]);
-            }
-        }
-    }
-    TK_DEVICE Acc times(Acc v, int i, int j) const { return S::kSoftcap ? v * of[S::kSoftcap ? i : 0][S::kSoftcap ? j : 0] : v; }
-};
-
-// Multiplies p by dropout's factors. kTransposed: rows are keys, columns queries.
-template <class W, class S, bool kTransposed, int kRows, int kCols>
-TK_DEVICE void drop(typename S::Acc (&p)[kRows][kCols], const S& scores, int first_row, int first_col)
-{
-    using Acc = typename S::Acc;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-        for (int j = 0; j < kCols; ++j) {
-            const int row = first_row + W::row(i), col = first_col + W::column(j);
-            if constexpr (!kTransposed && W::kPairs) {
-                if (j % 2 == 0) {
-                    Acc w[2];
-                    scores.keep(row, col, w[0], w[1]);
-                    p[i][j] *= w[0];
-                    p[i][j + 1] *= w[1];
-                }
-            } else {
-                p[i][j] *= kTransposed ? scores.keep(col, row) : scores.keep(row, col);
-            }
-        }
-    }
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -246,7 +181,7 @@ fwd(typename tk::select<kParts, typename S::Acc, T>::type* o,  // (batch, heads,
             tile::load<E::kThreads, kVector>(shared.k, keys, (n + 1) * BLOCK_N);
             tk::copy_commit();
         }
-        see<E, S, false>(p, scores, at.first, n * BLOCK_N, n >= n_whole || n * BLOCK_N < late);
+        scores::see<E, S, false>(p, scores, at.first, n * BLOCK_N, n >= n_whole || n * BLOCK_N < late);
 #pragma unroll
         for (int i = 0; i < E::kRows; ++i) {
             Acc top = m[i];
@@ -269,14 +204,14 @@ fwd(typename tk::select<kParts, typename S::Acc, T>::type* o,  // (batch, heads,
             }
         }
         if constexpr (S::kDropout) {
-            drop<E, S, false>(p, scores, at.first, n * BLOCK_N);
+            scores::drop<E, S, false>(p, scores, at.first, n * BLOCK_N);
         }
         E::template rn<kDv, BLOCK_N>(out, p, shared.v);
     }
     tk::copy_wait<0>();
 
     const int rows = a.q_len - at.first;
-    const int64_t first_row = (int64_t(at.batch) * a.heads + at.head) * a.q_len + at.first;
+    const int64_t first_row = row_of(a, at.batch, at.head, at.first);
     Acc factor[E::kRows];
 #pragma unroll
     for (int i = 0; i < E::kRows; ++i) {
@@ -328,7 +263,7 @@ combine(T* o,                                    // (batch, heads, q_len, dv)
     }
     sum = tile::across<32>(sum, [](Acc x, Acc y) { return x + y; });
     const Acc factor = sum == Acc(0) ? Acc(0) : Acc(1) / sum;
-    T* row = o + r / a.q_len / a.heads * a.o.b + r / a.q_len % a.heads * a.o.h + r % a.q_len * a.o.l;
+    T* row = row_at(o, a.o, a, r);
     for (int first = 0; first < a.dv; first += 32) {  // all lanes, for the shuffles
         const int col = first + tk::lane();
         Acc total = Acc(0);
@@ -374,9 +309,7 @@ bwd_rows(typename S::Acc* rows,         // (3, n_rows): less, factor, delta
     if (r >= n_rows) {
         return;
     }
-    const int64_t l = r % a.q_len, h = r / a.q_len % a.heads, b = r / a.q_len / a.heads;
-    const T* o_row = o + b * a.o.b + h * a.o.h + l * a.o.l;
-    const T* g_row = g + b * a.g.b + h * a.g.h + l * a.g.l;
+    const T *o_row = row_at(o, a.o, a, r), *g_row = row_at(g, a.g, a, r);
     Acc delta = Acc(0);
     for (int i = tk::lane(); kDelta && i < a.dv; i += 32) {
         delta += tk::to_acc(o_row[i * a.o.d]) * tk::to_acc(g_row[i * a.g.d]);
@@ -411,14 +344,6 @@ struct Rows {
         }
     }
 };
-
-// p of a score.
-template <class S>
-TK_DEVICE typename S::Acc weight(const S& scores, typename S::Acc s, typename S::Acc less, typename S::Acc factor)
-{
-    const auto p = scores.power(s, less);
-    return S::kFold ? p : p * factor;
-}
 
 // A block: BLOCK_N keys of one head of keys, all queries that see them, of each head in the group. kDK, kDV: which of the two
 // gradients; kOut of its columns (both: all).
@@ -466,35 +391,34 @@ bwd_dkv(T* dk,                          // (batch, heads / group, k_len, d)
         const S scores = scores_of<S>(a, mask, seed, at.batch, head);
         const auto queries = matrix(q, a.q, at.batch, head, a.q_len, a.d);
         const auto gradients = matrix(g, a.g, at.batch, head, a.q_len, a.dv);
-        const int64_t r = (int64_t(at.batch) * a.heads + head) * a.q_len;
         for (int first = begin; first < end; first += BLOCK_M) {
             const bool whole = is_whole<S, BLOCK_M, BLOCK_N>(a, first, at.first);
             tk::sync_block();  // all have read the last queries
             tile::load<E::kThreads, kVector>(shared.q, queries, first);
             tile::load<E::kThreads, kVector>(shared.g, gradients, first);
-            shared.rows.template load<E::kThreads>(rows, n_rows, r + first, a.q_len - first);
+            shared.rows.template load<E::kThreads>(rows, n_rows, row_of(a, at.batch, head, first), a.q_len - first);
             tk::copy_commit();
             tk::copy_wait<0>();
             tk::sync_block();  // the queries are there
             Acc p[E::kRows][BLOCK_M / E::kLanes];
             tile::fill(p, Acc(0));
             E::template nt<BLOCK_M, kD>(p, shared.k, shared.q);
-            const Slopes<S, E::kRows, BLOCK_M / E::kLanes> slopes(p, scores);
-            see<E, S, true>(p, scores, at.first, first, !whole);
+            const scores::Slopes<S, E::kRows, BLOCK_M / E::kLanes> slopes(p, scores);
+            scores::see<E, S, true>(p, scores, at.first, first, !whole);
 #pragma unroll
             for (int j = 0; j < BLOCK_M / E::kLanes; ++j) {
                 const int c = E::column(j);
                 const Acc less = shared.rows.less[c], factor = shared.rows.factor[c];
 #pragma unroll
                 for (int i = 0; i < E::kRows; ++i) {
-                    p[i][j] = weight(scores, p[i][j], less, factor);
+                    p[i][j] = scores::weight(scores, p[i][j], less, factor);
                 }
             }
             if constexpr (kDV) {
                 if constexpr (S::kDropout) {
                     Acc dropped[E::kRows][BLOCK_M / E::kLanes];
                     tile::copy(dropped, p);
-                    drop<E, S, true>(dropped, scores, at.first, first);
+                    scores::drop<E, S, true>(dropped, scores, at.first, first);
                     E::template rn<kOutV, BLOCK_M>(dv_sum, dropped, shared.g, kDK ? 0 : column);
                 } else {
                     E::template rn<kOutV, BLOCK_M>(dv_sum, p, shared.g, kDK ? 0 : column);
@@ -505,7 +429,7 @@ bwd_dkv(T* dk,                          // (batch, heads / group, k_len, d)
                 tile::fill(ds, Acc(0));
                 E::template nt<BLOCK_M, kDv>(ds, shared.v, shared.g);
                 if constexpr (S::kDropout) {
-                    drop<E, S, true>(ds, scores, at.first, first);
+                    scores::drop<E, S, true>(ds, scores, at.first, first);
                 }
 #pragma unroll
                 for (int j = 0; j < BLOCK_M / E::kLanes; ++j) {
@@ -522,22 +446,13 @@ bwd_dkv(T* dk,                          // (batch, heads / group, k_len, d)
     tk::copy_wait<0>();
 
     const int n_keys = a.k_len - at.first;
-    Acc factor[E::kRows];
     if constexpr (kDV) {
-#pragma unroll
-        for (int i = 0; i < E::kRows; ++i) {
-            factor[i] = Acc(1);
-        }
         T* to = dv + at.batch * to_v.b + at.head * to_v.h + int64_t(at.first) * to_v.l;
-        tile::store<E>(to + (kDK ? 0 : column), to_v.l, dv_sum, factor, n_keys, a.dv - (kDK ? 0 : column));
+        tile::store_scaled<E>(to + (kDK ? 0 : column), to_v.l, dv_sum, Acc(1), n_keys, a.dv - (kDK ? 0 : column));
     }
     if constexpr (kDK) {
-#pragma unroll
-        for (int i = 0; i < E::kRows; ++i) {
-            factor[i] = Acc(a.scale);
-        }
         T* to = dk + at.batch * to_k.b + at.head * to_k.h + int64_t(at.first) * to_k.l;
-        tile::store<E>(to + (kDV ? 0 : column), to_k.l, dk_sum, factor, n_keys, a.d - (kDV ? 0 : column));
+        tile::store_scaled<E>(to + (kDV ? 0 : column), to_k.l, dk_sum, Acc(a.scale), n_keys, a.d - (kDV ? 0 : column));
     }
 }
 
@@ -599,7 +514,7 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
         Stage& s = shared.stage[step % kStages];
         tile::load<kThreads, kVector>(s.q, matrix(q, a.q, at.batch, head, a.q_len, a.d), first);
         tile::load<kThreads, kVector>(s.g, matrix(g, a.g, at.batch, head, a.q_len, a.dv), first);
-        s.rows.template load<kThreads>(rows, n_rows, (int64_t(at.batch) * a.heads + head) * a.q_len + first, a.q_len - first);
+        s.rows.template load<kThreads>(rows, n_rows, row_of(a, at.batch, head, first), a.q_len - first);
     };
     if (steps > 0) {
         fetch(0);
@@ -630,10 +545,10 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
         Scored::template nt<kD>(p, shared.k, scored.row, s.q, scored.col);
         tile::fill(ds, 0.0f);
         Scored::template nt<kDv>(ds, shared.v, scored.row, s.g, scored.col);
-        const Slopes<S, Scored::kRows, Scored::kCols> slopes(p, scores);
-        see<Scored, S, true>(p, scores, at.first + scored.row, first + scored.col, !whole);
+        const scores::Slopes<S, Scored::kRows, Scored::kCols> slopes(p, scores);
+        scores::see<Scored, S, true>(p, scores, at.first + scored.row, first + scored.col, !whole);
         if constexpr (S::kDropout) {
-            drop<Scored, S, true>(ds, scores, at.first + scored.row, first + scored.col);
+            scores::drop<Scored, S, true>(ds, scores, at.first + scored.row, first + scored.col);
         }
 #pragma unroll
         for (int j = 0; j < Scored::kCols; ++j) {
@@ -641,12 +556,12 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
             const float less = s.rows.less[c], factor = s.rows.factor[c], delta = s.rows.delta[c];
 #pragma unroll
             for (int i = 0; i < Scored::kRows; ++i) {
-                p[i][j] = weight(scores, p[i][j], less, factor);
+                p[i][j] = scores::weight(scores, p[i][j], less, factor);
                 ds[i][j] = slopes.times(p[i][j] * (ds[i][j] - delta), i, j);
             }
         }
         if constexpr (S::kDropout) {
-            drop<Scored, S, true>(p, scores, at.first + scored.row, first + scored.col);
+            scores::drop<Scored, S, true>(p, scores, at.first + scored.row, first + scored.col);
         }
 #pragma unroll
         for (int i = 0; i < Scored::kRows; ++i) {
@@ -664,7 +579,7 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
         typename Queries::Sums dq_sum;
         tile::fill(dq_sum, 0.0f);
         Queries::template nn<BLOCK_N, true>(dq_sum, shared.ds, of_dq.row, shared.k, of_dq.col);
-        float* to = dq + ((int64_t(at.batch) * a.heads + head) * a.q_len + first) * kD + of_dq.col;
+        float* to = dq + row_of(a, at.batch, head, first) * kD + of_dq.col;
 #pragma unroll
         for (int i = 0; i < Queries::kRows; ++i) {
             const int row = of_dq.row + Queries::row(i);
@@ -685,9 +600,9 @@ bwd(T* dk,                          // (batch, heads / group, k_len, d)
     tk::copy_wait<0>();
 
     T* to = dv + at.batch * to_v.b + at.head * to_v.h + int64_t(at.first + of_dv.row) * to_v.l + of_dv.col;
-    tile::store_part<Values>(to, to_v.l, dv_sum, 1.0f, a.k_len - at.first - of_dv.row, a.dv - of_dv.col);
+    tile::store_scaled<Values>(to, to_v.l, dv_sum, 1.0f, a.k_len - at.first - of_dv.row, a.dv - of_dv.col);
     to = dk + at.batch * to_k.b + at.head * to_k.h + int64_t(at.first + of_dk.row) * to_k.l + of_dk.col;
-    tile::store_part<Keys>(to, to_k.l, dk_sum, float(a.scale), a.k_len - at.first - of_dk.row, a.d - of_dk.col);
+    tile::store_scaled<Keys>(to, to_k.l, dk_sum, float(a.scale), a.k_len - at.first - of_dk.row, a.d - of_dk.col);
 }
 
 // dq of its sums: scaled and rounded.
@@ -701,7 +616,7 @@ bwd_round(T* dq,            // (batch, heads, q_len, d)
     if (r >= n_rows) {
         return;
     }
-    T* row = dq + r / a.q_len / a.heads * to.b + r / a.q_len % a.heads * to.h + r % a.q_len * to.l;
+    T* row = row_at(dq, to, a, r);
     for (int i = tk::lane(); i < a.d; i += 32) {
         row[i] = tk::from_acc<T>(sum[r * width + i] * float(a.scale));
     }
@@ -709,20 +624,20 @@ bwd_round(T* dq,            // (batch, heads, q_len, d)
 
 // ds of BLOCK_M queries and the keys from `first` on; the tiles are there. kOfProducts: the gradient of the products rather than
 // of the scores, which a cap tells apart.
-template <class E, class S, bool kOfProducts, int BLOCK_N, int kD, int kDv, class Shared>
+template <class E, class S, bool kOfProducts, int BLOCK_N, class Shared>
 TK_DEVICE void score_gradients(typename E::Acc (&ds)[E::kRows][BLOCK_N / E::kLanes], const S& scores, const Shared& shared,
                                int first_query, int first_key, bool edge)
 {
     using Acc = typename E::Acc;
     Acc p[E::kRows][BLOCK_N / E::kLanes];
     tile::fill(p, Acc(0));
-    E::template nt<BLOCK_N, kD>(p, shared.q, shared.k);
-    const Slopes<S, E::kRows, BLOCK_N / E::kLanes> slopes(p, scores);
-    see<E, S, false>(p, scores, first_query, first_key, edge);
+    E::template nt<BLOCK_N, decltype(shared.q)::kCols>(p, shared.q, shared.k);
+    const scores::Slopes<S, E::kRows, BLOCK_N / E::kLanes> slopes(p, scores);
+    scores::see<E, S, false>(p, scores, first_query, first_key, edge);
     tile::fill(ds, Acc(0));
-    E::template nt<BLOCK_N, kDv>(ds, shared.g, shared.v);
+    E::template nt<BLOCK_N, decltype(shared.g)::kCols>(ds, shared.g, shared.v);
     if constexpr (S::kDropout) {
-        drop<E, S, false>(ds, scores, first_query, first_key);
+        scores::drop<E, S, false>(ds, scores, first_query, first_key);
     }
 #pragma unroll
     for (int i = 0; i < E::kRows; ++i) {
@@ -730,7 +645,7 @@ TK_DEVICE void score_gradients(typename E::Acc (&ds)[E::kRows][BLOCK_N / E::kLan
         const Acc less = shared.rows.less[row], factor = shared.rows.factor[row], delta = shared.rows.delta[row];
 #pragma unroll
         for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
-            ds[i][j] = weight(scores, p[i][j], less, factor) * (ds[i][j] - delta);
+            ds[i][j] = scores::weight(scores, p[i][j], less, factor) * (ds[i][j] - delta);
             ds[i][j] = kOfProducts ? slopes.times(ds[i][j], i, j) : ds[i][j];
         }
     }
@@ -744,6 +659,34 @@ struct QueryShared {
     tile::Tile<T, BLOCK_N, kDv> v;
     Rows<Acc, BLOCK_M> rows;
 };
+
+// Loads a block's queries, and from `begin` to `end` the tiles of keys; use(ds) of each: see score_gradients.
+template <class E, class S, bool kVector, bool kOfProducts, int BLOCK_N, class Shared, class Use>
+TK_DEVICE void walk_keys(Shared& shared, const S& scores, const Problem& a, const Place& at, const typename E::Acc* rows,
+                         int64_t n_rows, const typename E::T* q, const typename E::T* k, const typename E::T* v,
+                         const typename E::T* g, int begin, int end, Use use)
+{
+    const auto keys = matrix(k, a.k, at.batch, at.head / a.group, a.k_len, a.d);
+    const auto values = matrix(v, a.v, at.batch, at.head / a.group, a.k_len, a.dv);
+    tile::load<E::kThreads, kVector>(shared.q, matrix(q, a.q, at.batch, at.head, a.q_len, a.d), at.first);
+    tile::load<E::kThreads, kVector>(shared.g, matrix(g, a.g, at.batch, at.head, a.q_len, a.dv), at.first);
+    const int64_t r = row_of(a, at.batch, at.head, at.first);
+    shared.rows.template load<E::kThreads>(rows, n_rows, r, a.q_len - at.first);
+    tk::copy_commit();
+    for (int first = begin; first < end; first += BLOCK_N) {
+        tk::sync_block();  // all have read the last keys
+        tile::load<E::kThreads, kVector>(shared.k, keys, first);
+        tile::load<E::kThreads, kVector>(shared.v, values, first);
+        tk::copy_commit();
+        tk::copy_wait<0>();
+        tk::sync_block();  // the keys are there
+        typename E::Acc ds[E::kRows][BLOCK_N / E::kLanes];
+        const bool edge = !is_whole<S, E::kM, BLOCK_N>(a, at.first, first);
+        score_gradients<E, S, kOfProducts, BLOCK_N>(ds, scores, shared, at.first, first, edge);
+        use(ds);
+    }
+    tk::copy_wait<0>();
+}
 
 // A block: BLOCK_M queries of one head.
 template <class T, class S, bool kVector, int BLOCK_N, int kD, int kDv, int kWarps, int kTiles>
@@ -762,22 +705,8 @@ bwd_delta(typename S::Acc* rows,         // (3, n_rows): less, factor, delta, wh
     auto& shared = tk::shared<QueryShared<T, Acc, BLOCK_M, BLOCK_N, kD, kDv>>();
     const Place at(int(blockIdx.x), BLOCK_M, a.q_len, a.heads, 1, S::kCausal);
     const S scores = scores_of<S>(a, mask, seed, at.batch, at.head);
-    const int64_t r = (int64_t(at.batch) * a.heads + at.head) * a.q_len + at.first;
-    tile::load<E::kThreads, kVector>(shared.q, matrix(q, a.q, at.batch, at.head, a.q_len, a.d), at.first);
-    tile::load<E::kThreads, kVector>(shared.g, matrix(g, a.g, at.batch, at.head, a.q_len, a.dv), at.first);
-    shared.rows.template load<E::kThreads>(rows, n_rows, r, a.q_len - at.first);
-    tk::copy_commit();
     Acc delta[E::kRows] = {};
-    for (int first = 0; first < a.k_len; first += BLOCK_N) {
-        tk::sync_block();  // all have read the last keys
-        tile::load<E::kThreads, kVector>(shared.k, matrix(k, a.k, at.batch, at.head / a.group, a.k_len, a.d), first);
-        tile::load<E::kThreads, kVector>(shared.v, matrix(v, a.v, at.batch, at.head / a.group, a.k_len, a.dv), first);
-        tk::copy_commit();
-        tk::copy_wait<0>();
-        tk::sync_block();  // the keys are there
-        Acc terms[E::kRows][BLOCK_N / E::kLanes];
-        const bool edge = !is_whole<S, BLOCK_M, BLOCK_N>(a, at.first, first);
-        score_gradients<E, S, false, BLOCK_N, kD, kDv>(terms, scores, shared, at.first, first, edge);
+    const auto add = [&](const Acc (&terms)[E::kRows][BLOCK_N / E::kLanes]) {
 #pragma unroll
         for (int i = 0; i < E::kRows; ++i) {
 #pragma unroll
@@ -785,8 +714,9 @@ bwd_delta(typename S::Acc* rows,         // (3, n_rows): less, factor, delta, wh
                 delta[i] += terms[i][j];
             }
         }
-    }
-    tk::copy_wait<0>();
+    };
+    walk_keys<E, S, kVector, false, BLOCK_N>(shared, scores, a, at, rows, n_rows, q, k, v, g, 0, a.k_len, add);
+    const int64_t r = row_of(a, at.batch, at.head, at.first);
 #pragma unroll
     for (int i = 0; i < E::kRows; ++i) {
         delta[i] = tile::across<E::kLanes>(delta[i], [](Acc x, Acc y) { return x + y; });
@@ -813,19 +743,8 @@ bwd_dq(T* dq,                         // (batch, heads, q_len, d)
     constexpr int BLOCK_M = E::kM;
     auto& shared = tk::shared<QueryShared<T, Acc, BLOCK_M, BLOCK_N, kD, kDv>>();
     const Place at(int(blockIdx.x), BLOCK_M, a.q_len, a.heads, chunks, S::kCausal);
-    const int column = at.chunk * kOut, head_kv = at.head / a.group;
+    const int column = at.chunk * kOut;
     const S scores = scores_of<S>(a, mask, seed, at.batch, at.head);
-    const auto keys = matrix(k, a.k, at.batch, head_kv, a.k_len, a.d);
-    const auto values = matrix(v, a.v, at.batch, head_kv, a.k_len, a.dv);
-
-    tile::load<E::kThreads, kVector>(shared.q, matrix(q, a.q, at.batch, at.head, a.q_len, a.d), at.first);
-    tile::load<E::kThreads, kVector>(shared.g, matrix(g, a.g, at.batch, at.head, a.q_len, a.dv), at.first);
-    const int64_t r = (int64_t(at.batch) * a.heads + at.head) * a.q_len + at.first;
-    shared.rows.template load<E::kThreads>(rows, n_rows, r, a.q_len - at.first);
-    tk::copy_commit();
-    Acc sum[E::kRows][kOut / E::kLanes];
-    tile::fill(sum, Acc(0));
-
     int begin = 0, end = a.k_len;
     if constexpr (S::kCausal) {
         end = tk::max(0, tk::min(end, tk::min(at.first + BLOCK_M, a.q_len) + a.offset));
@@ -833,27 +752,14 @@ bwd_dq(T* dq,                         // (batch, heads, q_len, d)
     if constexpr (S::kWindow) {
         begin = tk::max(0, at.first + a.lower) / BLOCK_N * BLOCK_N;
     }
-    for (int first = begin; first < end; first += BLOCK_N) {
-        tk::sync_block();  // all have read the last keys
-        tile::load<E::kThreads, kVector>(shared.k, keys, first);
-        tile::load<E::kThreads, kVector>(shared.v, values, first);
-        tk::copy_commit();
-        tk::copy_wait<0>();
-        tk::sync_block();  // the keys are there
-        Acc ds[E::kRows][BLOCK_N / E::kLanes];
-        const bool edge = !is_whole<S, BLOCK_M, BLOCK_N>(a, at.first, first);
-        score_gradients<E, S, true, BLOCK_N, kD, kDv>(ds, scores, shared, at.first, first, edge);
+    Acc sum[E::kRows][kOut / E::kLanes];
+    tile::fill(sum, Acc(0));
+    const auto add = [&](const Acc (&ds)[E::kRows][BLOCK_N / E::kLanes]) {
         E::template rn<kOut, BLOCK_N>(sum, ds, shared.k, column);
-    }
-    tk::copy_wait<0>();
-
-    Acc factor[E::kRows];
-#pragma unroll
-    for (int i = 0; i < E::kRows; ++i) {
-        factor[i] = Acc(a.scale);
-    }
+    };
+    walk_keys<E, S, kVector, true, BLOCK_N>(shared, scores, a, at, rows, n_rows, q, k, v, g, begin, end, add);
     T* p = dq + at.batch * to.b + at.head * to.h + int64_t(at.first) * to.l + column;
-    tile::store<E>(p, to.l, sum, factor, a.q_len - at.first, a.d - column);
+    tile::store_scaled<E>(p, to.l, sum, Acc(a.scale), a.q_len - at.first, a.d - column);
 }
 
 // The mask's sizes; 1 where it is broadcast (or the dim is 1).
@@ -905,8 +811,7 @@ bwd_dmask(Out* dmask,                    // (parts, size.batch, size.heads, size
         tk::sync_block();  // all have read the last tiles
         tile::load<E::kThreads, kVector>(shared.q, matrix(q, a.q, b, head, a.q_len, a.d), m);
         tile::load<E::kThreads, kVector>(shared.g, matrix(g, a.g, b, head, a.q_len, a.dv), m);
-        const int64_t r = (int64_t(b) * a.heads + head) * a.q_len + m;
-        shared.rows.template load<E::kThreads>(rows, n_rows, r, a.q_len - m);
+        shared.rows.template load<E::kThreads>(rows, n_rows, row_of(a, b, head, m), a.q_len - m);
         for (int n = n0; n < n0 + n_n * BLOCK_N; n += BLOCK_N) {
             tk::sync_block();  // all have read the last keys
             tile::load<E::kThreads, kVector>(shared.k, matrix(k, a.k, b, head / a.group, a.k_len, a.d), n);
@@ -915,7 +820,7 @@ bwd_dmask(Out* dmask,                    // (parts, size.batch, size.heads, size
             tk::copy_wait<0>();
             tk::sync_block();  // the tiles are there
             Acc ds[E::kRows][BLOCK_N / E::kLanes];
-            score_gradients<E, S, false, BLOCK_N, kD, kDv>(ds, scores, shared, m, n, true);
+            score_gradients<E, S, false, BLOCK_N>(ds, scores, shared, m, n, true);
 #pragma unroll
             for (int row = 0; row < E::kRows; ++row) {
 #pragma unroll

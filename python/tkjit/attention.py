@@ -16,16 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
-from .ops.attention import attend, materialized, scaled_dot_product_attention, without_bias
+from .ops.attention import _torchs, attend, materialized, scaled_dot_product_attention, without_bias
 
 __all__ = ["attend", "disable", "enable", "enabled", "is_enabled"]
 
-_torchs = torch._C._nn.scaled_dot_product_attention
 _lock = threading.Lock()
 
 

@@ -130,4 +130,91 @@ private:
     }
 };
 
+// ---- scores in registers -------------------------------------------------------------------------------------------
+//
+// W says where they lie, as tile::Warp and the engines of parts/tile.cuh do.
+
+// Makes of products the scores that the softmax sees: -inf where a query doesn't see a key. edge: there may be such keys, or
+// ones outside, for another reason than the mask. kTransposed: rows are keys, columns queries.
+template <class W, class S, bool kTransposed, int kRows, int kCols>
+TK_DEVICE void see(typename S::Acc (&p)[kRows][kCols], const S& scores, int first_row, int first_col, bool edge)
+{
+#pragma unroll
+    for (int i = 0; S::kChanged && i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+            const int row = first_row + W::row(i), col = first_col + W::column(j);
+            if constexpr (kTransposed || !W::kPairs) {
+                p[i][j] = scores.changed(p[i][j], kTransposed ? col : row, kTransposed ? row : col);
+            } else if (j % 2 == 0) {
+                scores.changed(p[i][j], p[i][j + 1], row, col);
+            }
+        }
+    }
+    if (!S::kEdges || !edge) {
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+            const int row = first_row + W::row(i), col = first_col + W::column(j);
+            if (scores.hidden(kTransposed ? col : row, kTransposed ? row : col)) {
+                p[i][j] = -tk::limits<typename S::Acc>::inf();
+            }
+        }
+    }
+}
+
+// Of products, before they are scores: what their gradients are multiplied by. Without a cap nothing.
+template <class S, int kRows, int kCols>
+struct Slopes {
+    using Acc = typename S::Acc;
+    Acc of[S::kSoftcap ? kRows : 1][S::kSoftcap ? kCols : 1];
+
+    TK_DEVICE Slopes(const Acc (&p)[kRows][kCols], const S& scores)
+    {
+#pragma unroll
+        for (int i = 0; S::kSoftcap && i < kRows; ++i) {
+#pragma unroll
+            for (int j = 0; j < kCols; ++j) {
+                of[i][j] = scores.slope(p[i][j]);
+            }
+        }
+    }
+    TK_DEVICE Acc times(Acc v, int i, int j) const { return S::kSoftcap ? v * of[S::kSoftcap ? i : 0][S::kSoftcap ? j : 0] : v; }
+};
+
+// Multiplies p by dropout's factors. kTransposed: rows are keys, columns queries.
+template <class W, class S, bool kTransposed, int kRows, int kCols>
+TK_DEVICE void drop(typename S::Acc (&p)[kRows][kCols], const S& scores, int first_row, int first_col)
+{
+    using Acc = typename S::Acc;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kCols; ++j) {
+            const int row = first_row + W::row(i), col = first_col + W::column(j);
+            if constexpr (!kTransposed && W::kPairs) {
+                if (j % 2 == 0) {
+                    Acc w[2];
+                    scores.keep(row, col, w[0], w[1]);
+                    p[i][j] *= w[0];
+                    p[i][j + 1] *= w[1];
+                }
+            } else {
+                p[i][j] *= kTransposed ? scores.keep(col, row) : scores.keep(row, col);
+            }
+        }
+    }
+}
+
+// p of a score.
+template <class S>
+TK_DEVICE typename S::Acc weight(const S& scores, typename S::Acc s, typename S::Acc less, typename S::Acc factor)
+{
+    const auto p = scores.power(s, less);
+    return S::kFold ? p : p * factor;
+}
+
 }  // namespace scores

@@ -340,15 +340,14 @@ TK_DEVICE void store_rows(T* to, int64_t row_stride, const Acc (&c)[kRows][kCols
     }
 }
 
-// Of an engine's sums; of a warp's.
-template <class E, class T, int kCols>
-TK_DEVICE void store(T* to, int64_t row_stride, const typename E::Acc (&c)[E::kRows][kCols],
-                     const typename E::Acc (&factor)[E::kRows], int rows, int cols)
+// The same with a factor for each row, and with one for all.
+template <class W, class T, class Acc, int kRows, int kCols>
+TK_DEVICE void store(T* to, int64_t row_stride, const Acc (&c)[kRows][kCols], const Acc (&factor)[kRows], int rows, int cols)
 {
-    store_rows<E>(to, row_stride, c, [&](int i) { return factor[i]; }, rows, cols);
+    store_rows<W>(to, row_stride, c, [&](int i) { return factor[i]; }, rows, cols);
 }
-template <class W, class T>
-TK_DEVICE void store_part(T* to, int64_t row_stride, const typename W::Sums& c, float factor, int rows, int cols)
+template <class W, class T, class Acc, int kRows, int kCols>
+TK_DEVICE void store_scaled(T* to, int64_t row_stride, const Acc (&c)[kRows][kCols], Acc factor, int rows, int cols)
 {
     store_rows<W>(to, row_stride, c, [&](int) { return factor; }, rows, cols);
 }

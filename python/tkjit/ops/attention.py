@@ -1,6 +1,6 @@
 """scaled_dot_product_attention and its gradients.
 
-    t = scale * q k^T (+ mask)        p = softmax(t)        o = dropout(p) v
+    t = scale * q k^T, capped (+ mask)    p = softmax(t)    o = dropout(p) v
     dv = dropout(p)^T do              ds = p * (dropout(do v^T) - sum(do * o))
     dq = scale * ds k                 dk = scale * ds^T q                            dmask = ds
 
@@ -25,12 +25,13 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .._device import Device, device_of
+from .._errors import DeviceError
 from .._library import define
 from .._plan import Spec, f64, i32, i64, plan, planned, scratch, struct, u32
 from .._rows import DTYPES, ceil_div
 from .._template import CTYPES, template
 from .._torch import Op, compiling, routed
-from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
+from ..testing import DTYPE_NAMES, BenchCase, Sample, as_tuple, op_cases
 
 MAX_HEAD_DIM = 512
 
@@ -45,6 +46,11 @@ _WIDTHS = (32, 64, 96, 128, 192, 256, 512)
 
 def _width(d: int) -> int:
     return next(width for width in _WIDTHS if d <= width)
+
+
+def _tile_bytes(rows: int, cols: int, size: int) -> int:
+    """sizeof(tile::Tile)."""
+    return rows * (cols * size + 16)
 
 
 @dataclass(frozen=True)
@@ -74,10 +80,7 @@ class Config:
     def shared_bytes(self, kernel: str, size: int, kd: int, kdv: int) -> int:
         """sizeof of the kernel's Shared, or a little more."""
         rows, acc = self.rows(size), max(size, 4)
-
-        def tile(n: int, cols: int) -> int:
-            return n * (cols * size + 16)
-
+        tile = functools.partial(_tile_bytes, size=size)
         if kernel == "fwd":
             return tile(rows + self.step, kd) + tile(self.step, self.columns(kdv))
         kept = self.step if kernel == "bwd_dkv" else rows
@@ -117,8 +120,9 @@ class FusedConfig:
 
     def shared_bytes(self, kd: int, kdv: int) -> int:
         m, n = self.BLOCK_M, self.BLOCK_N
-        stage = 2 * m * (kd + kdv) + 32 * m + 12 * m + 16
-        return 2 * n * (kd + kdv) + 32 * n + 2 * n * (2 * m + 16) + self.stages * stage
+        tile = functools.partial(_tile_bytes, size=2)
+        stage = tile(m, kd) + tile(m, kdv) + 3 * m * 4 + 16
+        return tile(n, kd) + tile(n, kdv) + 2 * tile(n, m) + self.stages * stage
 
     @classmethod
     def pick(cls, kd: int, kdv: int, device: Device) -> FusedConfig | None:
@@ -295,7 +299,7 @@ class Call:
         strides = [*(t.strides if t is not None else (0, 0, 0, 0) for t in (self.q, self.k, self.v, o, g)), mask]
         kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
         return struct(
-            *(i64(s) for four in strides for s in four), i64(0), f64(self.scale), f64(kept), f64(self.softcap),
+            *(i64(s) for four in strides for s in four), f64(self.scale), f64(kept), f64(self.softcap),
             i32(self.q.shape[1]), i32(self.group), i32(self.q.shape[2]), i32(self.k.shape[2]), i32(self.q.shape[3]),
             i32(self.v.shape[3]), i32(_limit(self.upper)), i32(_limit(self.lower)),
             u32(min(round(self.dropout * 2**32), 2**32 - 1)),
@@ -352,11 +356,9 @@ def _forward(
     lower = None if lower is not None and lower <= 1 - q.shape[2] else lower
     call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
     limited = upper is not None or lower is not None
-    packed = None if limited or dropout > 0 else _packed(q, k, mask, o)
-    if packed is not None:
-        folded = Call(packed[0], k, v, packed[1], seed, upper, lower, softcap, scale, dropout)
-        return plan(outputs, *_forward_launches(folded, packed[2], o, stats if with_stats else None, device))
-    return plan(outputs, *_forward_launches(call, o, o, stats if with_stats else None, device))
+    packed = None if limited or dropout > 0 else _packed(call, o)
+    call, view = packed or (call, o)
+    return plan(outputs, *_forward_launches(call, view, o, stats if with_stats else None, device))
 
 
 def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, device: Device) -> list:
@@ -392,12 +394,11 @@ def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, devic
     return launches
 
 
-def _packed(q: Spec, k: Spec, mask: Spec | None, o: Spec) -> tuple[Spec, Spec | None, Spec] | None:
-    """Query, mask and output with the heads that share keys as further queries of one head: few queries are little work for a
-    tile, and the keys are then read once. None where their strides don't allow it."""
-    b, h, length, _ = q.shape
-    heads = k.shape[1]
-    group = h // max(heads, 1)
+def _packed(call: Call, o: Spec) -> tuple[Call, Spec] | None:
+    """Call and output with the heads that share keys as further queries of one head: few queries are little work for a tile, and
+    the keys are then read once. None where strides or mask don't allow it."""
+    b, _, length, _ = call.q.shape
+    heads, group = call.k.shape[1], call.group
 
     def fold(t: Spec) -> Spec | None:
         if length > 1 and t.strides[1] != length * t.strides[2]:
@@ -407,12 +408,10 @@ def _packed(q: Spec, k: Spec, mask: Spec | None, o: Spec) -> tuple[Spec, Spec | 
 
     if group < 2 or group * length > 64:
         return None
-    if mask is not None:
-        sizes = (1,) * (4 - mask.ndim) + mask.shape
-        if sizes[1] != 1 or (sizes[2] != 1 and length > 1):
-            return None  # heads that differ in their mask; a mask of one head's queries
-    folded = fold(q), fold(o)
-    return None if folded[0] is None or folded[1] is None else (folded[0], mask, folded[1])
+    if call.mask is not None and (call.mask_sizes[1] != 1 or (call.mask_sizes[2] != 1 and length > 1)):
+        return None  # heads that differ in their mask; a mask of one head's queries
+    q, view = fold(call.q), fold(o)
+    return None if q is None or view is None else (replace(call, q=q), view)
 
 
 # Of the keys of one block, where there are many keys and few queries; the same for any batch, so that an entry's bits don't
@@ -433,8 +432,6 @@ FEW_KEYS = 192
 
 def _require_arch(device: Device) -> Device:
     if device.cc < (8, 0):
-        from .._errors import DeviceError
-
         raise DeviceError(f"scaled_dot_product_attention: its kernels need sm_80 or later, this GPU is {device.arch}")
     return device
 
@@ -563,12 +560,22 @@ def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
     found = _backward(
         g, q, k, v, o, stats.contiguous(), mask, seed, *scalars, wanted, torch.are_deterministic_algorithms_enabled()
     )
-    found = iter(found if isinstance(found, (tuple, list)) else (found,))
-    grads = [next(found) if wanted >> bit & 1 else None for bit in range(4)]
+    grads = _spread(as_tuple(found), wanted)
     if grads[3] is not None:
         parts = grads[3]
         grads[3] = (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(mask.dtype).view(mask.shape)
     return grads
+
+
+def _wanted(needs, mask):
+    """Which of q, k, v and the mask, by the first four of needs_input_grad: bits 0 to 3."""
+    return needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
+
+
+def _spread(found, wanted):
+    """Of q, k, v and the mask what was wanted; None for the others."""
+    found = iter(found)
+    return [next(found) if wanted >> bit & 1 else None for bit in range(4)]
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
@@ -588,8 +595,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, g):
         q, k, v, o, stats, mask, seed = ctx.saved_tensors
         scalars = ctx.scalars[-5:]
-        needs = ctx.needs_input_grad
-        wanted = needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
+        wanted = _wanted(ctx.needs_input_grad, mask)
         if torch.is_grad_enabled():
             grads = _differentiable(g, q, k, v, mask, scalars, wanted)
         else:
@@ -605,20 +611,26 @@ def _differentiable(g, q, k, v, mask, scalars, wanted):
     q, k, v, mask = (t.view_as(t) if t is not None else None for t in (q, k, v, mask))
     inputs = [t for bit, t in enumerate((q, k, v, mask)) if wanted >> bit & 1]
     o = _composite(q, k, v, mask, None, *scalars)
-    found = iter(torch.autograd.grad(o, inputs, g, create_graph=True))
-    return [next(found) if wanted >> bit & 1 else None for bit in range(4)]
+    return _spread(torch.autograd.grad(o, inputs, g, create_graph=True), wanted)
 
 
-def materialized(q, k, mask, upper, lower):
-    """attn_mask and is_causal as torch takes them."""
-    if (upper is None and lower is None) or (upper == 0 and lower is None and mask is None):
-        return mask, upper == 0
+def _within(q, k, mask, upper, lower):
+    """The mask that hides what lies beyond the limits too; None without either."""
+    if upper is None and lower is None:
+        return mask
     seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
     seen = seen if upper is None else seen.tril(upper)
     seen = seen if lower is None else seen.triu(lower)
     if mask is None:
-        return seen, False
-    return (mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)), False
+        return seen
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+
+
+def materialized(q, k, mask, upper, lower):
+    """attn_mask and is_causal as torch takes them."""
+    if upper == 0 and lower is None and mask is None:
+        return None, True
+    return _within(q, k, mask, upper, lower), False
 
 
 def _composite(q, k, v, mask, seed, upper, lower, softcap, scale, dropout, gqa=None):
@@ -639,9 +651,7 @@ def _capped(q, k, v, mask, upper, lower, softcap, scale, dropout):
     k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) if t.shape[-3] != q.shape[-3] else t for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = softcap * torch.tanh(scale * (q.to(wide) @ k.to(wide).mT) / softcap)
-    mask, causal = materialized(q, k, mask, upper, lower)
-    if causal:
-        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    mask = _within(q, k, mask, upper, lower)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     empty = (scores == -math.inf).all(-1, keepdim=True)
@@ -663,10 +673,9 @@ def _library_backward(ctx, g, _):
     if g is None:
         return (None,) * 10
     q, k, v, o, stats, mask, seed = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    wanted = needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
-    found = iter(_backward_op(g, q, k, v, o, stats, mask, seed, *ctx.scalars, wanted))
-    return (*(next(found) if wanted >> bit & 1 else None for bit in range(4)), *(None,) * 6)
+    wanted = _wanted(ctx.needs_input_grad, mask)
+    found = _backward_op(g, q, k, v, o, stats, mask, seed, *ctx.scalars, wanted)
+    return (*_spread(found, wanted), *(None,) * 6)
 
 
 def _setup_backward(ctx, inputs, output):
