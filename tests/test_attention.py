@@ -543,6 +543,20 @@ def test_biases_keep_their_corner_under_modes_and_subclasses(place: str) -> None
     torch.testing.assert_close(got.as_subclass(Tensor), want)
 
 
+def test_windows_and_caps_survive_modes_subclasses_and_biases(place: str) -> None:
+    class Sub(Tensor):
+        pass
+
+    q, k, v = heads(place, 1, 2, 9, 12, 8, torch.float32)
+    want = tkjit.attention.attend(q, k, v, softcap=2.0, window=(3, 0))
+    got = tkjit.attention.attend(q.as_subclass(Sub), k, v, softcap=2.0, window=(3, 0))
+    torch.testing.assert_close(got.as_subclass(Tensor), want)
+    with torch.device(place):
+        torch.testing.assert_close(tkjit.attention.attend(q, k, v, softcap=2.0, window=(3, 0)), want)
+    bias = causal_lower_right(9, 12)
+    torch.testing.assert_close(tkjit.attention.attend(q, k, v, bias, softcap=2.0, window=(3, 4)), want)
+
+
 def test_no_heads_as_torch_has_it(place: str) -> None:
     def made(h: int, n: int) -> Tensor:
         return torch.randn(1, h, n, 8, device=place, requires_grad=True)

@@ -751,15 +751,13 @@ def _autocast(q, k, v, mask, seed, *scalars):
     return *map(cast, (q, k, v, mask)), seed, *scalars
 
 
-def _public(q, k, v, mask, seed, upper, lower, softcap, scale, dropout):
-    if softcap > 0:
-        return attend, (q, k, v, mask, dropout, softcap, scale)
-    mask, causal = materialized(q, k, mask, upper, lower)
-    return _with_keywords, (q, k, v, mask, dropout, causal, scale)
+def _public(q, k, v, mask, seed, *limits_and_scalars):
+    return _again, (q, k, v, mask, *limits_and_scalars)
 
 
-def _with_keywords(q, k, v, mask, dropout, causal, scale):
-    return scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=True)
+def _again(q, k, v, mask, upper, lower, softcap, scale, dropout):
+    """The call once more, by what the kernels are told."""
+    return _routed(q, k, v, mask, dropout, upper, lower, softcap, scale, True)
 
 
 _OP = Op(
@@ -916,8 +914,14 @@ def attend(
             raise TypeError(f"attend(): argument '{name}' must be Tensor, not {type(t).__name__}")
     if softcap < 0:
         raise ValueError(f"attend(): softcap is {softcap}; it must be 0 or above")
+    attn_mask, corner = without_bias(query, key, attn_mask, False)
     left, right = window
     diagonal = key.shape[-2] - query.shape[-2]
+    if corner is not None:
+        right = corner - diagonal if right is None else min(right, corner - diagonal)
+    if has_torch_function_variadic(query, key, value, attn_mask):
+        given = (query, key, value, attn_mask, dropout_p, softcap, scale)
+        return handle_torch_function(attend, given[:4], *given, window=(left, right), enable_gqa=enable_gqa)
     upper = None if right is None else diagonal + right
     lower = None if left is None else diagonal - left
     return _routed(query, key, value, attn_mask, dropout_p, upper, lower, softcap, scale, enable_gqa)
