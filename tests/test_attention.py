@@ -557,15 +557,15 @@ def test_windows_and_caps_survive_modes_subclasses_and_biases(place: str) -> Non
     torch.testing.assert_close(tkjit.attention.attend(q, k, v, bias, softcap=2.0, window=(3, 4)), want)
 
 
-def test_no_heads_as_torch_has_it(place: str) -> None:
+def test_no_heads(place: str) -> None:
     def made(h: int, n: int) -> Tensor:
         return torch.randn(1, h, n, 8, device=place, requires_grad=True)
 
     for gqa, h, hk in ((True, 0, 2), (True, 2, 0), (False, 1, 0), (False, 0, 0)):
         q, k, v = made(h, 4), made(hk, 5), made(hk, 5)
         got = tkjit.scaled_dot_product_attention(q, k, v, enable_gqa=gqa)
-        want = math_backend(q, k, v, enable_gqa=gqa)
-        assert got.shape == want.shape and (got == 0).all(), (h, hk)
+        assert got.shape == (1, h, 4, 8), (h, hk)
+        assert (got == 0).all(), (h, hk)
         for a, t in zip(torch.autograd.grad(got.sum(), (q, k, v), allow_unused=True), (q, k, v), strict=True):
             assert a is None or (a.shape == t.shape and (a == 0).all())
 

@@ -47,7 +47,7 @@ TK_DEVICE void tensor_load_multicast(void* to, const TensorMap& map, const int (
 // coordinate is negative (an illegal instruction on an H200, though a load takes it); what lies inside of each row is a
 // multiple of 16 bytes (an H200 stored other bytes than expected where it was not).
 // tensor_reduce_add adds to each element instead, atomically one by one and in any order, by the map's type: float32 (numbers
-// under 2^-126 count as 0), float16, bfloat16, int32, uint32 and uint64.
+// under 2^-126 too), float16, bfloat16, int32, uint32 and uint64.
 template <int kDims>
 TK_DEVICE void tensor_store(const TensorMap& map, const int (&at)[kDims], const void* from);
 template <int kDims>

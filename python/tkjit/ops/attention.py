@@ -967,8 +967,11 @@ def _general(q, k, v, mask, dropout, upper, lower, softcap, scale, gqa):
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
     if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
-    no_heads = min(q.dim(), k.dim(), v.dim()) >= 3 and 0 in (q.shape[-3], k.shape[-3], v.shape[-3])
-    if no_heads or q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
+    counts = {t.shape[-3] for t in (q, k, v) if t.dim() >= 3}
+    if 0 in counts and (gqa or counts <= {0, 1}):
+        # torch's own divides by their number, and the process ends (2.11), or has zeros for the queries (2.13).
+        return q[..., :0].sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1])
+    if 0 in counts or q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
         return _composite(q, k, v, mask, None, upper, lower, softcap, scale, dropout, gqa)
     if gqa and min(q.dim(), k.dim(), v.dim()) >= 3:
         heads = q.shape[-3]

@@ -169,8 +169,8 @@ TK_DEVICE void drain_box(const unsigned char* from, const Box& b, Put put)
     }
 }
 
-// The sum of two elements as the engine and the vector reductions form it.
-TK_DEVICE float add(float a, float b) { return flushed(flushed(a) + flushed(b)); }
+// The sum of two elements as the engine forms it: unlike atomics on global memory it keeps float32 under 2^-126.
+TK_DEVICE float add(float a, float b) { return a + b; }
 TK_DEVICE f16 add(f16 a, f16 b) { return from_acc<f16>(to_acc(a) + to_acc(b)); }
 TK_DEVICE bf16 add(bf16 a, bf16 b) { return from_acc<bf16>(to_acc(a) + to_acc(b)); }
 TK_DEVICE int32_t add(int32_t a, int32_t b) { return int32_t(uint32_t(a) + uint32_t(b)); }
@@ -305,6 +305,17 @@ TK_DEVICE void bulk_wait()
 template <int kPending>
 TK_DEVICE void bulk_wait_read() { bulk_wait<kPending>(); }
 
+// The sum of two elements as an atomic on global memory forms it.
+template <class T>
+TK_DEVICE T atomic_sum(T a, T b)
+{
+    if constexpr (is_same<T, float>::value) {
+        return flushed(flushed(a) + flushed(b));
+    } else {
+        return engine::add(a, b);
+    }
+}
+
 template <class T, int kBytes>
 TK_DEVICE void reduce_add(T* p, const Words<kBytes>& v)
 {
@@ -316,13 +327,13 @@ TK_DEVICE void reduce_add(T* p, const Words<kBytes>& v)
     for (int i = 0; i < kBytes / int(sizeof(T)); ++i) {
         T more;
         tkemu::machine->copy(&more, reinterpret_cast<const T*>(v.w) + i, sizeof more);
-        tkemu_atomic(p + i, [&](T old) { return engine::add(old, more); });
+        tkemu_atomic(p + i, [&](T old) { return atomic_sum(old, more); });
     }
 }
 
 TK_DEVICE float fetch_add(float* p, float v)
 {
-    return tkemu_atomic(p, [&](float old) { return engine::add(old, v); });
+    return tkemu_atomic(p, [&](float old) { return atomic_sum(old, v); });
 }
 
 TK_DEVICE bool elect_one()
