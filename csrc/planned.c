@@ -269,24 +269,30 @@ planned_raw(PyObject *object, PyObject *const *args, Py_ssize_t n_args)
     return run_call(self, args, n_args, views);
 }
 
-/* A tuple of the arguments that are tensors, or of those that are not. */
+/* A tuple of the arguments that are tensors. */
 static PyObject *
-select_args(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views,
-            bool tensors)
+tensors_of(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views)
 {
     Py_ssize_t n = 0, at = 0;
 
     for (Py_ssize_t i = 0; i < n_args; i++) {
-        n += (views[i].ndim >= 0) == tensors;
+        n += views[i].ndim >= 0;
     }
     PyObject *tuple = PyTuple_New(n);
     for (Py_ssize_t i = 0; tuple != NULL && i < n_args; i++) {
-        if ((views[i].ndim >= 0) == tensors) {
+        if (views[i].ndim >= 0) {
             Py_INCREF(args[i]);
             PyTuple_SetItem(tuple, at++, args[i]);
         }
     }
     return tuple;
+}
+
+/* The argument, and ... for a tensor. */
+static PyObject *
+scalar_of(PyObject *const *args, Py_ssize_t i, const DLTensor *views)
+{
+    return views[i].ndim >= 0 ? Py_Ellipsis : args[i];
 }
 
 /* The scalars of a call as bytes, by type and value as in a plan's key: to a
@@ -300,9 +306,7 @@ name_of_scalars(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views)
 
     tkkey_begin(&key);
     for (Py_ssize_t i = 0; status == 0 && i < n_args; i++) {
-        if (views[i].ndim < 0) {
-            status = tkkey_add_scalar(&key, args[i]);
-        }
+        status = tkkey_add_scalar(&key, scalar_of(args, i, views));
     }
     if (status == 0) {
         name = PyBytes_FromStringAndSize(
@@ -312,14 +316,19 @@ name_of_scalars(PyObject *const *args, Py_ssize_t n_args, const DLTensor *views)
     return name;
 }
 
-/* autograd(*scalars), new reference. */
+/* autograd(*arguments) with ... for each tensor, new reference. */
 static PyObject *
 make_function(planned *self, PyObject *const *args, Py_ssize_t n_args,
               const DLTensor *views)
 {
     PyObject *autograd = self->autograd, *function = NULL;
-    PyObject *scalars = select_args(args, n_args, views, false);
+    PyObject *scalars = PyTuple_New(n_args);
 
+    for (Py_ssize_t i = 0; scalars != NULL && i < n_args; i++) {
+        PyObject *scalar = scalar_of(args, i, views);
+        Py_INCREF(scalar);
+        PyTuple_SetItem(scalars, i, scalar);
+    }
     if (scalars != NULL) {
         Py_INCREF(autograd); /* it may set another in its place */
         function = PyObject_CallObject(autograd, scalars);
@@ -373,7 +382,7 @@ apply(planned *self, PyObject *const *args, Py_ssize_t n_args,
 
     PyObject *function = function_of(self, args, n_args, views);
     if (function != NULL) {
-        tensors = select_args(args, n_args, views, true);
+        tensors = tensors_of(args, n_args, views);
     }
     if (tensors != NULL) {
         result = PyObject_CallObject(function, tensors);
@@ -405,7 +414,7 @@ call_slow(planned *self, PyObject *const *args, Py_ssize_t n_args)
 PyDoc_STRVAR(
     call_doc,
     "call(*args): raw(); or, where a gradient is wanted, what autograd()\n"
-    "gives for the scalars, called with the tensors; or slow() where torch\n"
+    "gives for the arguments, called with the tensors; or slow() where torch\n"
     "has to see the call (modes, subclasses, other devices, views of a kind).");
 
 /* A call by one of its ways. */

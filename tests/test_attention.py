@@ -5,6 +5,7 @@ Everything runs on a GPU, and through the emulator with all checks on the CPU.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import tkjit
 from emulate import emulating
 from judge import Answer, answer, assert_same, check
+from tkjit import _attention as plans
+from tkjit._plan import Launch, Spec, empty
 from tkjit.ops import attention as module
 from tkjit.testing import assert_close, poison
 
@@ -663,11 +666,11 @@ def test_every_config_fits_every_gpu() -> None:
 
     for arch in ARCHS[1:]:
         for size in (2, 4, 8):
-            for width in module._WIDTHS:
+            for width in plans._WIDTHS:
                 for kernel in ("fwd", "bwd_dkv", "bwd_dq", "bwd_dmask"):
                     small = Device.of_arch(arch).smem_block < 160 << 10 and width == 512 and size > 2
                     try:
-                        config = module.Config.pick(kernel, size, width, width, 4096, Device.of_arch(arch))
+                        config = plans.Config.pick(kernel, size, width, width, 4096, Device.of_arch(arch))
                     except NotImplementedError:
                         assert small, f"{arch} {kernel} {size} bytes {width}"
                     else:
@@ -677,35 +680,31 @@ def test_every_config_fits_every_gpu() -> None:
 # --- What compiles -----------------------------------------------------------------------------------------------------
 
 # Bytes that a thread may spill, by kernel and width of the heads: their sums fill the registers. What spills nothing is slower:
-# forward at 128 with 16 rows a warp rather than 32 274 TFLOP/s beside 336, backward at 64, causal, 203 beside 209. NVIDIA H200,
+# forward at 128 with 16 rows a warp rather than 32 274 TFLOP/s beside 336, backward at 64, causal, 203 beside 209, with a bool
+# mask 7.3 ms beside 6.7. NVIDIA H200,
 # 2026-12-01.
-SPILLS = {("fwd", 64): 256, ("fwd", 128): 320, ("bwd", 64): 900, ("bwd", 128): 256, ("bwd", 256): 256}
+SPILLS = {("fwd", 64): 256, ("fwd", 128): 320, ("bwd", 64): 1000, ("bwd", 128): 256, ("bwd", 256): 256}
 
 
 @pytest.mark.parametrize("arch", ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"))
-def test_kernels_compile_and_spill_no_more_than_is_written_down(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_compile_and_spill_no_more_than_is_written_down(arch: str) -> None:
     from tkjit import _nvrtc
     from tkjit._device import Device
 
     device, faults = Device.of_arch(arch), []
-
-    def compile_(name: str, width: int, causal: bool, mask: str, **numbers: Any) -> None:
-        score = f"scores::Scores<tk::bf16, {mask}, true, {str(causal).lower()}, false, false, false, {str('None' in mask).lower()}>"
-        kernel = module.template("attention").kernel(name, T="bfloat16", S=score, kVector=True, **numbers)
-        facts = kernel.compiled(_nvrtc.arch_of(device.cc)).facts
-        spilled = facts["spill_stores"] + facts["spill_loads"]
-        if spilled > SPILLS.get((name, width), 0):
-            faults.append(f"{kernel.expression}: {facts}")
-
-    for width in (64, 128, 256):
-        for causal, mask in ((False, "scores::None"), (True, "scores::None"), (False, "tk::bf16")):
-            c = module.Config.pick("fwd", 2, width, width, 4096, device, "None" not in mask)
-            tiles = dict(kD=width, kDv=c.columns(width), kWarps=c.warps, kTiles=c.tiles)
-            compile_("fwd", width, causal, mask, kStats=True, kParts=False, BLOCK_N=c.step, **tiles)
-        fused = module.FusedConfig.pick(width, width, device)
-        if fused is not None:
-            m, n = fused.BLOCK_M, fused.BLOCK_N
-            blocks = dict(BLOCK_M=m, BLOCK_N=n, kD=width, kDv=width)
-            rest = dict(kWarps=fused.warps, kAcross=fused.across, kStages=fused.stages)
-            compile_("bwd", width, True, "scores::None", **blocks, **rest)
+    for width, kind in itertools.product((64, 128, 256), ("full", "causal", "bias", "bool")):
+        q = empty((1, 16, 4096, width), "bfloat16", Spec("bfloat16", (), (), 0, 16))
+        mask = {"bias": "bfloat16", "bool": "bool"}.get(kind)
+        bias = empty((4096, 4096), mask, q) if mask else None
+        upper = 0 if kind == "causal" else None
+        call = plans.Call.of([q, q, q, bias, *(None,) * 11, upper, *(None,) * 3, 0.0, 0.125, 0.0, False])
+        run = plans._Backward(call, q, q, device)
+        launches = plans._forward_launches(call, q, q, None, device)
+        plans._fused(run, q, q, q, plans.DQ | plans.DK | plans.DV | plans.DMASK * (kind == "bias"))
+        for launch in launches + run.launches:
+            if isinstance(launch, Launch):
+                name = launch.instance.expression.split("<")[0].split("::")[1]
+                facts = launch.instance.compiled(_nvrtc.arch_of(device.cc)).facts
+                if facts["spill_stores"] + facts["spill_loads"] > SPILLS.get((name, width), 0):
+                    faults.append(f"{launch.instance.expression}: {facts}")
     assert not faults, "\n".join(faults)

@@ -181,6 +181,19 @@ def test_mma_f64(place: str) -> None:
     assert torch.equal(found.cpu(), c + a @ b.T)
 
 
+def test_what_tf32_ignores(place: str) -> None:
+    """High part and rest, without the bits that tf32 ignores, are the float but for its last; of NaN and infinity no rest."""
+    special = [np.inf, -np.inf, np.nan, 0.0, -0.0, 3.4028235e38, -3.4028235e38, 1.1754944e-38]
+    values = np.array([*special, *np.random.default_rng(5).standard_normal(24)], np.float32)
+    given = torch.from_numpy(values.copy().view(np.int32)).to(place)
+    run(SOURCE, "probe::rest<unsigned int>", 1, 32, [given], arch="sm_80")
+    high, rest = ((v.view(np.uint32) & 0xFFFFE000).view(np.float32) for v in (values, given.cpu().numpy()))
+    assert (np.abs(rest[:3]) < 1e-38).all() and (rest[3:5] == 0).all()
+    assert np.array_equal(high[:2], values[:2]) and np.isnan(high[2])
+    sums = high[3:].astype(np.float64) + rest[3:]
+    assert (np.abs(sums - values[3:]) <= np.abs(values[3:]) * 2.0**-22).all()
+
+
 # --- Products of a warpgroup -----------------------------------------------------------------------------------------
 
 

@@ -149,12 +149,12 @@ def bool_(value: bool) -> Scalar:
 
 @dataclass(frozen=True)
 class Struct:
-    """Scalars that a kernel takes as one struct by value, laid out as C lays them out."""
+    """What a kernel takes as one struct by value, laid out as C lays it out; tensors are pointers, None is a null one."""
 
-    fields: tuple[Scalar, ...]
+    fields: tuple[Scalar | Spec | None, ...]
 
 
-def struct(*fields: Scalar) -> Struct:
+def struct(*fields: Scalar | Spec | None) -> Struct:
     return Struct(fields)
 
 
@@ -213,13 +213,20 @@ class Launch:
 
 
 @dataclass(frozen=True)
+class Clear:
+    """An output that is filled with 0 bytes: for kernels that leave some of it."""
+
+    output: Spec
+
+
+@dataclass(frozen=True)
 class Plan:
     outputs: tuple[Spec, ...]
-    launches: tuple[Launch, ...]
+    launches: tuple[Launch | Clear, ...]
 
 
-def plan(outputs: Spec | Sequence[Spec], *launches: Launch) -> Plan:
-    """A planner's answer: what the call returns, and the launches that fill it."""
+def plan(outputs: Spec | Sequence[Spec], *launches: Launch | Clear) -> Plan:
+    """A planner's answer: what the call returns, and what fills it, in this order."""
     return Plan((outputs,) if isinstance(outputs, Spec) else tuple(outputs), launches)
 
 
@@ -242,13 +249,20 @@ class _Parameters:
             data = _struct.pack(f"={arg.format}", arg.value)
             self._place(data, len(data))
         elif isinstance(arg, Struct):
-            # "0q" closes with the alignment of the widest field, as C does.
-            formats = "".join(item.format for item in arg.fields)
-            widest = max(formats, key=_struct.calcsize)
-            data = _struct.pack(f"@{formats}0{widest}", *(item.value for item in arg.fields))
-            self._place(data, _struct.calcsize(widest))
+            self._add_struct(arg)
         else:
             self._add_map(arg)
+
+    def _add_struct(self, arg: Struct) -> None:
+        formats = "".join(item.format if isinstance(item, Scalar) else "P" for item in arg.fields)
+        # "0q" closes with the alignment of the widest field, as C does.
+        widest = max(formats, key=_struct.calcsize)
+        values = (item.value if isinstance(item, Scalar) else 0 for item in arg.fields)
+        at = self._place(_struct.pack(f"@{formats}0{widest}", *values), _struct.calcsize(widest))
+        for i, item in enumerate(arg.fields):
+            if isinstance(item, Spec):
+                field = _struct.calcsize(f"@{formats[: i + 1]}") - _struct.calcsize("P")
+                self.patches.append((at + field, self.slots[id(item.serial)], 0))
 
     def _place(self, data: bytes, align: int) -> int:
         at = -(-len(self.blob) // align) * align
@@ -298,7 +312,7 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     buffers: list[tuple] = []
     steps: list[tuple] = []
     for launch in answer.launches:
-        for arg in launch.args:
+        for arg in launch.args if isinstance(launch, Launch) else ():
             if isinstance(arg, Scratch) and id(arg.serial) not in slots:
                 slots[id(arg.serial)] = n_args + len(outputs) + len(buffers)
                 buffers.append(_made((arg.bytes,), (1,), "uint8", index))
@@ -306,7 +320,12 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
                     steps.append((None, slots[id(arg.serial)], 0, arg.bytes))
     if answer.launches:
         device = Device.of(index)
-        steps += [_frozen_launch(launch, slots, device) for launch in answer.launches]
+        for launch in answer.launches:
+            if isinstance(launch, Clear):
+                out = launch.output
+                steps.append((None, slots[id(out.serial)], 0, out.numel * out.itemsize))
+            else:
+                steps.append(_frozen_launch(launch, slots, device))
     return (index, tuple(outputs), tuple(buffers), tuple(steps))
 
 
@@ -431,8 +450,10 @@ def _fields(args: Sequence[object]) -> tuple[tuple[str, str], ...]:
 
 
 def _note(function: Callable, args: Sequence[object], answer: Plan) -> None:
-    op = function.__module__.rsplit(".", 1)[-1] + "." + function.__name__.strip("_")
-    launches = ", ".join(f"{launch.instance.expression} grid {launch.grid}" for launch in answer.launches)
+    op = function.__module__.rsplit(".", 1)[-1].strip("_") + "." + function.__name__.strip("_")
+    launches = ", ".join(
+        f"{launch.instance.expression} grid {launch.grid}" for launch in answer.launches if isinstance(launch, Launch)
+    )
     with _misses_lock:
         _misses.append((op, _fields(args), launches or "no launch"))
 

@@ -50,15 +50,15 @@ def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callab
 
     Args:
         raw: What ``@planned`` returned.
-        function: Its autograd.Function. It is given the tensors among the arguments; ``ctx.scalars`` holds the others.
+        function: Its autograd.Function. It is given the tensors among the arguments; ``ctx.arguments`` has ``...`` in their places.
         op_of: The arguments -> their Op.
     """
     core = raw.__self__  # type: ignore[attr-defined]
 
-    def autograd(*scalars: Any) -> Callable[..., Any]:
-        # A class for each set of scalars: an argument of apply, or an attribute set on ctx, costs a tenth of a microsecond.
+    def autograd(*arguments: Any) -> Callable[..., Any]:
+        # A class for each set of them: an argument of apply, or an attribute set on ctx, costs a tenth of a microsecond.
         bound = type(function.__name__, (function,), {})
-        bound._backward_cls.scalars = scalars  # type: ignore[attr-defined]  # the type of ctx
+        bound._backward_cls.arguments = arguments  # type: ignore[attr-defined]  # the type of ctx
         # Not Function.apply: that adds 2 µs of checks for transforms, in which this is never called.
         return super(torch.autograd.Function, bound).apply
 

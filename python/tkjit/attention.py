@@ -20,9 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias
 
-from .ops.attention import _torchs, attend, materialized, scaled_dot_product_attention, without_bias
+from .ops.attention import (
+    ScoreMod,
+    _torchs,
+    attend,
+    materialized,
+    scaled_dot_product_attention,
+    varlen,
+    with_kv_cache,
+    without_bias,
+)
 
-__all__ = ["attend", "disable", "enable", "enabled", "is_enabled"]
+__all__ = ["ScoreMod", "attend", "disable", "enable", "enabled", "is_enabled", "varlen", "with_kv_cache"]
 
 _lock = threading.Lock()
 

@@ -100,6 +100,12 @@ __global__ void mma_f64(const T* a /* [8, 4] */, const T* b /* [8, 4] */, T* c /
     c[g * 8 + 2 * q + 1] = d[1];
 }
 
+template <class T>
+__global__ void rest(T* v /* [32] */)
+{
+    v[tk::lane()] = tk::tf32_rest(v[tk::lane()]);
+}
+
 // ---- products of a warpgroup ----------------------------------------------------------------------------------------
 
 // An operand of kRows (of m or n) x kSteps * 32 bytes of k in shared memory, as wgmma wants it: kStart bytes behind an

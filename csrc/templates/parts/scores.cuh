@@ -9,21 +9,90 @@ namespace scores {
 
 struct None {};  // no mask
 
-// Mask: None, bool (true: the key is seen), or a float type (added to the scaled score). kMaskPairs: two neighbours of one
-// query's row begin on a multiple of both's size, and k_len is even. kCausal: query i sees the keys up to i + offset. kWindow:
-// and those from i + lower on. kRagged: some tile has a query or a key outside. kFold: scores stay as the product left them, and
-// the scale, > 0, is folded into the exponent: for two-byte types without a float mask or a cap. kSoftcap: a scaled score s
-// becomes cap * tanh(s / cap).
-template <class T, class TheMask, bool kHasMaskPairs, bool kIsCausal, bool kIsWindow, bool kIsRagged, bool kHasDropout, bool kIsFold,
-          bool kHasSoftcap = false>
+// Which keys count, and how scores lie. See Scores.
+enum : unsigned {
+    kHasPairs = 1, kHasTiles = 2, kIsCausal = 4, kIsWindow = 8, kIsRagged = 16, kHasDropout = 32, kIsFold = 64, kHasSink = 128,
+    kIsVarlen = 256, kIsPaged = 512,
+};
+
+// Where a score is, for what changes it.
+struct At {
+    int batch, head, query, key, heads, q_len, k_len;
+    double cap;
+    const float* slopes;       // (batch, heads)
+    const void* const* extra;  // tensors of a user's change
+
+    // Between the key and the one that lies as far from the last key as the query from the last query.
+    TK_DEVICE int distance() const { return key - query - (k_len - q_len); }
+};
+
+// ---- changes of a scaled score: what becomes of it, and how fast it changes with it -----------------------------------
+
+struct Plain {
+    static constexpr bool kChanges = false;
+};
+
+// cap * tanh(s / cap)
+struct Softcap {
+    static constexpr bool kChanges = true;
+    template <class Acc>
+    TK_DEVICE static Acc score(Acc s, const At& at) { return Acc(at.cap) * tk::tanh(s / Acc(at.cap)); }
+    template <class Acc>
+    TK_DEVICE static Acc slope(Acc s, const At& at)
+    {
+        const Acc t = tk::tanh(s / Acc(at.cap));
+        return Acc(1) - t * t;
+    }
+};
+
+// s - slope * |distance|: Press et al., "Train short, test long", 2022.
+struct Alibi {
+    static constexpr bool kChanges = true;
+    template <class Acc>
+    TK_DEVICE static Acc score(Acc s, const At& at)
+    {
+        const int d = at.distance();
+        return s - Acc(at.slopes[at.batch * at.heads + at.head]) * Acc(d < 0 ? -d : d);
+    }
+    template <class Acc>
+    TK_DEVICE static Acc slope(Acc, const At&) { return Acc(1); }
+};
+
+// First, then Second.
+template <class First, class Second>
+struct Then {
+    static constexpr bool kChanges = true;
+    template <class Acc>
+    TK_DEVICE static Acc score(Acc s, const At& at) { return Second::score(First::score(s, at), at); }
+    template <class Acc>
+    TK_DEVICE static Acc slope(Acc s, const At& at) { return First::slope(s, at) * Second::slope(First::score(s, at), at); }
+};
+
+// ---- scores ----------------------------------------------------------------------------------------------------------
+
+// Mask: None, bool (true: the key is seen), or a float type (added to the changed score). Mod: a change, as above. Flags:
+//   kHasPairs    two neighbours of one query's row of the mask begin on a multiple of both's size, and k_len is even
+//   kHasTiles    pairs, and its rows can be loaded as tile::load's vectors: `mask` then leads to a tile in shared memory
+//   kIsCausal    query i sees the keys up to i + offset
+//   kIsWindow    and those from i + lower on
+//   kIsRagged    some tile has a query or a key outside
+//   kIsFold      scores stay as the product left them, and the scale, > 0, is folded into the exponent: for two-byte types
+//                without a float mask or a change
+//   kHasSink     a further score of each head counts in the sum, whose value is 0
+//   kIsVarlen    lengths are the batch entry's own
+//   kIsPaged     keys and values lie in pages
+template <class T, class TheMask, class TheMod, unsigned kFlags>
 struct Scores {
     using Acc = tk::accumulator_t<T>;
     using Mask = TheMask;
-    static constexpr bool kCausal = kIsCausal, kWindow = kIsWindow, kRagged = kIsRagged, kDropout = kHasDropout, kFold = kIsFold;
-    static constexpr bool kSoftcap = kHasSoftcap;
-    static_assert(!kSoftcap || !kFold);
+    using Mod = TheMod;
+    static constexpr bool kCausal = kFlags & kIsCausal, kWindow = kFlags & kIsWindow, kRagged = kFlags & kIsRagged;
+    static constexpr bool kDropout = kFlags & kHasDropout, kFold = kFlags & kIsFold, kSink = kFlags & kHasSink;
+    static constexpr bool kVarlen = kFlags & kIsVarlen, kPaged = kFlags & kIsPaged;
     static constexpr bool kBool = tk::is_same<Mask, bool>::value, kBias = !kBool && !tk::is_same<Mask, None>::value;
-    static constexpr bool kMasked = kBool || kBias, kMaskPairs = kMasked && kHasMaskPairs;
+    static constexpr bool kMasked = kBool || kBias, kTiles = kMasked && kFlags & kHasTiles;
+    static constexpr bool kPairs = kTiles || (kMasked && kFlags & kHasPairs);
+    static_assert(!kFold || !(Mod::kChanges || kBias));
     // Whether the softmax sees something else than the product.
     static constexpr bool kChanged = kMasked || !kFold;
     // Whether some tiles have scores that are hidden for another reason than the mask.
@@ -31,40 +100,39 @@ struct Scores {
 
     const Mask* mask;  // of the batch entry and the head, (q_len, k_len)
     int64_t mask_q, mask_k;
-    int q_len, k_len, offset, lower;
-    Acc scale, cap;
-    uint64_t seed, sequence;  // of dropout; sequence: which batch entry and head
-    uint32_t dropped;         // of 2^32 random words
-    Acc kept;                 // the factor of what is not dropped
+    int batch, head, heads, q_len, k_len, offset, lower;
+    Acc scale;
+    double cap;
+    const float* slopes;
+    const void* const* extra;
+    uint64_t seed;     // of dropout
+    uint32_t dropped;  // of 2^32 random words
+    Acc kept;          // the factor of what is not dropped
 
     // The score with scale and mask; where query or key lies outside, any number.
     TK_DEVICE Acc changed(Acc s, int query, int key) const
     {
         if constexpr (kMasked) {
-            return changed(s, mask[at(query, key, 1)]);
+            return masked(scaled(s, query, key), mask[place(query, key, 1)]);
         } else {
-            return scaled(s);
+            return scaled(s, query, key);
         }
     }
     // The same of two neighbouring keys, the first one even.
     TK_DEVICE void changed(Acc& s, Acc& next, int query, int key) const
     {
-        if constexpr (kMaskPairs) {
+        if constexpr (kPairs) {
             struct alignas(2 * sizeof(Mask)) Two { Mask m[2]; };
-            const Two two = *reinterpret_cast<const Two*>(mask + at(query, key, 2));
-            s = changed(s, two.m[0]);
-            next = changed(next, two.m[1]);
+            const Two two = *reinterpret_cast<const Two*>(mask + place(query, key, 2));
+            s = masked(scaled(s, query, key), two.m[0]);
+            next = masked(scaled(next, query, key + 1), two.m[1]);
         } else {
             s = changed(s, query, key);
             next = changed(next, query, key + 1);
         }
     }
-    // Of a scaled and capped score, how fast it changes with the scaled one: cap * tanh(s / cap) has the slope 1 - tanh^2.
-    TK_DEVICE Acc slope(Acc s) const
-    {
-        const Acc t = tk::tanh(s * scale / cap);
-        return Acc(1) - t * t;
-    }
+    // Of a product, how fast its scaled score's change goes.
+    TK_DEVICE Acc slope(Acc s, int query, int key) const { return Mod::slope(s * scale, at(query, key)); }
     // Whether query or key lies outside, or the one comes too early or too late for the other.
     TK_DEVICE bool hidden(int query, int key) const
     {
@@ -89,6 +157,7 @@ struct Scores {
     // What dropout multiplies the weights of query and key, and of query and key + 1, by. key is even.
     TK_DEVICE void keep(int query, int key, Acc& first, Acc& second) const
     {
+        const uint64_t sequence = uint64_t(batch) * uint64_t(heads) + uint64_t(head);
         const uint32_t low = uint32_t(sequence), high = uint32_t(sequence >> 32);
         const tk::Quad r = tk::philox(seed, tk::Quad{{uint32_t(key) / 2, uint32_t(query) / 2, low, high}});
         first = (query % 2 ? r.w[2] : r.w[0]) < dropped ? Acc(0) : kept;
@@ -105,23 +174,33 @@ struct Scores {
     static constexpr double kLog2e = 1.4426950408889634;
 
 private:
+    TK_DEVICE At at(int query, int key) const
+    {
+        if constexpr (kRagged) {
+            query = tk::min(query, q_len - 1);
+            key = tk::min(key, k_len - 1);
+        }
+        return {batch, head, query, key, heads, q_len, k_len, cap, slopes, extra};
+    }
     // Where the mask has `count` keys' entries: its last ones, for what lies outside.
-    TK_DEVICE int64_t at(int query, int key, int count) const
+    TK_DEVICE int64_t place(int query, int key, int count) const
     {
         if constexpr (kRagged) {
             query = tk::min(query, q_len - 1);
             key = tk::min(key, k_len - count);
         }
-        return query * mask_q + (kMaskPairs ? int64_t(key) : key * mask_k);
+        return query * mask_q + (kPairs ? int64_t(key) : key * mask_k);
     }
-    TK_DEVICE Acc scaled(Acc s) const
+    TK_DEVICE Acc scaled(Acc s, int query, int key) const
     {
         s = kFold ? s : s * scale;
-        return kSoftcap ? cap * tk::tanh(s / cap) : s;
+        if constexpr (Mod::kChanges) {
+            s = Mod::score(s, at(query, key));
+        }
+        return s;
     }
-    TK_DEVICE Acc changed(Acc s, Mask m) const
+    TK_DEVICE static Acc masked(Acc s, Mask m)
     {
-        s = scaled(s);
         if constexpr (kBool) {
             return m ? s : -tk::limits<Acc>::inf();
         } else {
@@ -166,23 +245,36 @@ TK_DEVICE void see(typename S::Acc (&p)[kRows][kCols], const S& scores, int firs
     }
 }
 
-// Of products, before they are scores: what their gradients are multiplied by. Without a cap nothing.
+// Of products, before they are scores: what their gradients are multiplied by. Without a change nothing.
 template <class S, int kRows, int kCols>
 struct Slopes {
     using Acc = typename S::Acc;
-    Acc of[S::kSoftcap ? kRows : 1][S::kSoftcap ? kCols : 1];
+    static constexpr bool kIs = S::Mod::kChanges;
+    Acc of[kIs ? kRows : 1][kIs ? kCols : 1];
 
-    TK_DEVICE Slopes(const Acc (&p)[kRows][kCols], const S& scores)
+    template <class W, bool kTransposed>
+    TK_DEVICE void set(const Acc (&p)[kRows][kCols], const S& scores, int first_row, int first_col)
     {
+        if constexpr (kIs) {
 #pragma unroll
-        for (int i = 0; S::kSoftcap && i < kRows; ++i) {
+            for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-            for (int j = 0; j < kCols; ++j) {
-                of[i][j] = scores.slope(p[i][j]);
+                for (int j = 0; j < kCols; ++j) {
+                    const int row = first_row + W::row(i), col = first_col + W::column(j);
+                    of[i][j] = scores.slope(p[i][j], kTransposed ? col : row, kTransposed ? row : col);
+                }
             }
         }
     }
-    TK_DEVICE Acc times(Acc v, int i, int j) const { return S::kSoftcap ? v * of[S::kSoftcap ? i : 0][S::kSoftcap ? j : 0] : v; }
+    // A hidden key's 0 stays 0, whatever its slope.
+    TK_DEVICE Acc times(Acc v, int i, int j) const
+    {
+        if constexpr (kIs) {
+            return v == Acc(0) ? v : v * of[i][j];
+        } else {
+            return v;
+        }
+    }
 };
 
 // Multiplies p by dropout's factors. kTransposed: rows are keys, columns queries.

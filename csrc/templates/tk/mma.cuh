@@ -25,6 +25,9 @@ struct tf32 { uint32_t bits; };
 template <class T> constexpr bool is_fp8 = is_same<T, e4m3>::value || is_same<T, e5m2>::value;
 template <class T> constexpr bool is_two_bytes = is_same<T, f16>::value || is_same<T, bf16>::value;
 
+// What tf32 ignores of a float, rounded to a tf32: of NaN and infinity nothing.
+TK_DEVICE uint32_t tf32_rest(uint32_t v);
+
 // Which pair of types is multiplied: an index, or -1 where there is no such product.
 template <class TA, class TB>
 TK_DEVICE constexpr int product_types()

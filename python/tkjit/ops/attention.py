@@ -1,6 +1,6 @@
 """scaled_dot_product_attention and its gradients.
 
-    t = scale * q k^T, capped (+ mask)    p = softmax(t)    o = dropout(p) v
+    t = scale * q k^T, changed (+ mask)    p = softmax(t)    o = dropout(p) v
     dv = dropout(p)^T do              ds = p * (dropout(do v^T) - sum(do * o))
     dq = scale * ds k                 dk = scale * ds^T q                            dmask = ds
 
@@ -14,22 +14,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from .._device import Device, device_of
-from .._errors import DeviceError
+from .._attention import DMASK, DSINKS, backward, forward, tokens_first
 from .._library import define
-from .._plan import Spec, f64, i32, i64, plan, planned, scratch, struct, u32
-from .._rows import DTYPES, ceil_div
-from .._template import CTYPES, template
 from .._torch import Op, compiling, routed
 from ..testing import DTYPE_NAMES, BenchCase, Sample, as_tuple, op_cases
 
@@ -38,544 +35,64 @@ MAX_HEAD_DIM = 512
 # torch.nn.functional's, whose name there may lead to ours: see tkjit.attention.enable.
 _torchs = torch._C._nn.scaled_dot_product_attention
 
-# --- tiles -----------------------------------------------------------------------------------------------------------
+# --- a call's arguments ----------------------------------------------------------------------------------------------
 
-# The widths that a kernel is compiled for: columns beyond the head's are zeros. Above 256 a block computes some of the output's.
-_WIDTHS = (32, 64, 96, 128, 192, 256, 512)
-
-
-def _width(d: int) -> int:
-    return next(width for width in _WIDTHS if d <= width)
-
-
-def _tile_bytes(rows: int, cols: int, size: int) -> int:
-    """sizeof(tile::Tile)."""
-    return rows * (cols * size + 16)
-
-
-@dataclass(frozen=True)
-class Config:
-    """A kernel's tiles: see attention.cuh.
-
-    Attributes:
-        step: Rows of the tiles that a block walks over: keys, of bwd_dkv queries.
-        warps: Of a block.
-        tiles: Of a warp, 16 rows each; for the types without tensor cores rows of a thread.
-        out: Columns of its output that a block computes.
-    """
-
-    step: int
-    warps: int
-    tiles: int
-    out: int
-
-    def rows(self, size: int) -> int:
-        """That a block keeps: queries, of bwd_dkv keys."""
-        return (16 if size == 2 else 2) * self.warps * self.tiles
-
-    def columns(self, width: int) -> int:
-        """Of a width that blocks share: the most up to ``out`` that divide it."""
-        return next(n for n in range(min(self.out, width), 0, -16) if width % n == 0)
-
-    def shared_bytes(self, kernel: str, size: int, kd: int, kdv: int) -> int:
-        """sizeof of the kernel's Shared, or a little more."""
-        rows, acc = self.rows(size), max(size, 4)
-        tile = functools.partial(_tile_bytes, size=size)
-        if kernel == "fwd":
-            return tile(rows + self.step, kd) + tile(self.step, self.columns(kdv))
-        kept = self.step if kernel == "bwd_dkv" else rows
-        total = tile(rows + self.step, kd) + tile(rows + self.step, kdv) + 3 * kept * acc + 16
-        return total + (rows * (self.step + 1) * acc if kernel == "bwd_dmask" else 0)
-
-    @classmethod
-    def pick(cls, kernel: str, size: int, kd: int, kdv: int, rows: int, device: Device, masked: bool = False) -> Config:
-        """The first that the device has shared memory for."""
-        width = max(kd, kdv)
-        for most, *choices in _TILES[kernel, size]:
-            if width > most:
-                continue
-            for choice in choices:
-                c = cls(*choice)
-                last = choice == choices[-1]
-                # More rows than there are, by half or more, are work for nothing. A mask takes the registers of a warp's second
-                # tile: 2.63 ms beside 2.95 with a bias at 128 columns, 4096 queries and keys. NVIDIA H200, 2026-12-01.
-                idle = c.rows(size) >= 2 * rows and c.rows(size) > 16
-                full = masked and kernel == "fwd" and size == 2 and c.tiles > 1
-                if c.shared_bytes(kernel, size, kd, kdv) <= device.smem_block and (last or not (idle or full)):
-                    return c
-        raise NotImplementedError(
-            f"scaled_dot_product_attention: {device.arch} has too little shared memory for {size}-byte heads of {width}"
-        )
+_TENSORS = (
+    "q",
+    "k",
+    "v",
+    "mask",
+    "seed",
+    "sinks",
+    "slopes",
+    "q_starts",
+    "k_starts",
+    "k_lens",
+    "pages",
+    "e0",
+    "e1",
+    "e2",
+)
 
 
-@dataclass(frozen=True)
-class FusedConfig:
-    """The tiles of attention::bwd."""
+class Args(NamedTuple):
+    """What the kernels are told, in the order in which every op here takes it: see tkjit._attention.Call."""
 
-    BLOCK_M: int  # queries of a step
-    BLOCK_N: int  # keys of a block
-    warps: int
-    across: int  # warps that share rows of dk and dv
-    stages: int  # steps whose queries there is room for
-
-    def shared_bytes(self, kd: int, kdv: int) -> int:
-        m, n = self.BLOCK_M, self.BLOCK_N
-        tile = functools.partial(_tile_bytes, size=2)
-        stage = tile(m, kd) + tile(m, kdv) + 3 * m * 4 + 16
-        return tile(n, kd) + tile(n, kdv) + 2 * tile(n, m) + self.stages * stage
-
-    @classmethod
-    def pick(cls, kd: int, kdv: int, device: Device) -> FusedConfig | None:
-        """None where the two gradients have no room in registers or shared memory."""
-        width = max(kd, kdv)
-        for most, *choices in _FUSED:
-            for c in (cls(*choice) for choice in choices):
-                columns = 16 * c.across
-                whole = kd % columns == 0 and kdv % columns == 0 and kd * c.BLOCK_M // 16 % (16 * c.warps) == 0
-                if width <= most and whole and c.shared_bytes(kd, kdv) <= device.smem_block:
-                    return c
-        return None
-
-
-_FUSED: list[tuple[Any, ...]] = [
-    (64, (64, 128, 4, 1, 1), (64, 64, 4, 1, 1)),
-    (128, (64, 128, 8, 2, 2), (64, 128, 8, 2, 1), (64, 64, 8, 2, 1), (32, 64, 4, 1, 1)),
-    (256, (64, 64, 8, 4, 2), (64, 64, 8, 4, 1), (32, 64, 8, 2, 1)),
-]
-
-# (step, warps, tiles, columns of the output) by the kernel, the bytes of an element and the wider of the two heads. The first of
-# fwd and bwd_dq for two bytes, and all of _FUSED's first, are the fastest of some five each at 16k tokens, 4096 a sequence,
-# causal and not. NVIDIA H200, 2026-12-01. The others are what smaller shared memories hold; for 4 and 8 bytes nothing was tuned.
-_TILES: dict[tuple[str, int], list[tuple[Any, ...]]] = {
-    ("fwd", 2): [
-        (64, (128, 4, 2, 64), (64, 4, 1, 64), (32, 1, 1, 64)),
-        (128, (64, 4, 2, 128), (64, 4, 1, 128), (32, 1, 1, 128)),
-        (256, (64, 4, 1, 256), (32, 4, 1, 256), (32, 1, 1, 256)),
-        (512, (32, 4, 1, 256), (32, 2, 1, 256), (16, 1, 1, 256)),
-    ],
-    ("fwd", 4): [
-        (64, (64, 8, 4, 64), (32, 4, 2, 64)),
-        (128, (32, 8, 4, 128), (32, 4, 2, 128)),
-        (256, (32, 8, 2, 256), (16, 8, 2, 128), (16, 4, 1, 128)),
-        (512, (16, 8, 1, 128), (16, 4, 1, 64)),
-    ],
-    ("fwd", 8): [
-        (128, (32, 8, 2, 128), (16, 4, 1, 128)),
-        (256, (16, 8, 1, 128), (16, 4, 1, 64)),
-        (512, (16, 8, 1, 128), (16, 4, 1, 64)),
-    ],
-    ("bwd_dkv", 2): [
-        (64, (32, 4, 2, 64), (32, 1, 1, 64)),
-        (128, (32, 4, 1, 128), (32, 1, 1, 128)),
-        (256, (32, 8, 1, 256), (32, 4, 1, 256), (16, 4, 1, 256), (16, 1, 1, 256)),
-        (512, (32, 4, 1, 256), (32, 2, 1, 256), (16, 1, 1, 256)),
-    ],
-    ("bwd_dkv", 4): [
-        (64, (32, 8, 2, 64), (16, 4, 2, 64)),
-        (128, (32, 8, 2, 128), (16, 4, 2, 128)),
-        (256, (16, 8, 1, 128), (16, 4, 1, 128)),
-        (512, (16, 8, 1, 128), (16, 4, 1, 128), (16, 2, 1, 64)),
-    ],
-    ("bwd_dkv", 8): [
-        (128, (16, 8, 1, 128), (16, 4, 1, 128)),
-        (256, (16, 8, 1, 128), (16, 4, 1, 128), (16, 2, 1, 64)),
-        (512, (16, 4, 1, 128), (16, 2, 1, 64), (16, 1, 1, 64)),
-    ],
-}
-_TILES |= {(kernel, size): _TILES["bwd_dkv", size] for kernel in ("bwd_dq", "bwd_dmask") for size in (2, 4, 8)}
-_TILES["bwd_dq", 2] = [
-    (128, (32, 4, 2, 128), (32, 1, 1, 128)),
-    (256, (32, 4, 1, 256), (16, 4, 1, 256), (16, 1, 1, 256)),
-    *_TILES["bwd_dkv", 2][-1:],
-]
-
-
-# --- planning --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Call:
-    """What every kernel of a call is told: shapes, strides, and which scores count."""
-
-    q: Spec
-    k: Spec
-    v: Spec
-    mask: Spec | None
-    seed: Spec | None
-    upper: int | None  # query i sees the keys up to i + upper
-    lower: int | None  # and from i + lower on
-    softcap: float  # 0: none
-    scale: float
-    dropout: float
-
-    def __post_init__(self) -> None:
-        q, k, v = self.q, self.k, self.v
-        name = "scaled_dot_product_attention"
-        if q.dtype not in DTYPES:
-            kind = NotImplementedError if q.dtype.startswith(("float", "complex")) else RuntimeError
-            raise kind(f"{name}: Expected query, key, and value of type {', '.join(DTYPES)}, but got {q.dtype}")
-        if not q.dtype == k.dtype == v.dtype:
-            raise RuntimeError(
-                f"{name}: Expected query, key, and value to have the same dtype, but got query.dtype: {q.dtype}, key.dtype: "
-                f"{k.dtype}, and value.dtype: {v.dtype} instead."
-            )
-        shapes = f"query {q.shape}, key {k.shape}, value {v.shape}"
-        if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-            raise RuntimeError(f"{name}: these shapes do not go together: {shapes}")
-        if (k.shape[1] == 0) != (q.shape[1] == 0) or (k.shape[1] and q.shape[1] % k.shape[1]):
-            raise RuntimeError(f"{name}: query has no multiple of key's heads: {shapes}")
-        if self.mask is not None:
-            if self.mask.dtype not in ("bool", "float32", q.dtype):
-                raise RuntimeError(
-                    f"{name}: Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
-                    f"{self.mask.dtype} and  query.dtype: {q.dtype} instead."
-                )
-            whole = self.scores_shape
-            sizes = self.mask.shape
-            if len(sizes) > 4 or any(n not in (1, all_) for n, all_ in zip(sizes[::-1], whole[::-1])):
-                raise RuntimeError(f"{name}: attn_mask of {sizes} does not broadcast to the scores' {whole}")
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    seed: Tensor | None = None
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    q_starts: Tensor | None = None
+    k_starts: Tensor | None = None
+    k_lens: Tensor | None = None
+    pages: Tensor | None = None
+    e0: Tensor | None = None
+    e1: Tensor | None = None
+    e2: Tensor | None = None
+    mod: str | None = None
+    upper: int | None = None
+    lower: int | None = None
+    q_most: int | None = None
+    k_most: int | None = None
+    softcap: float = 0.0
+    scale: float = 1.0
+    dropout: float = 0.0
+    tf32: bool = False
 
     @property
-    def scores_shape(self) -> tuple[int, int, int, int]:
-        b, h, length, _ = self.q.shape
-        return b, h, length, self.k.shape[2]
-
-    @property
-    def size(self) -> int:
-        return self.q.itemsize
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        return _width(self.q.shape[3]), _width(self.v.shape[3])
-
-    @property
-    def group(self) -> int:
-        return self.q.shape[1] // max(self.k.shape[1], 1)
-
-    @property
-    def n_rows(self) -> int:
-        return math.prod(self.q.shape[:3])
-
-    @property
-    def mask_sizes(self) -> tuple[int, ...]:
-        """Of the mask's four dims; 1 where it is broadcast."""
-        assert self.mask is not None
-        return (1,) * (4 - self.mask.ndim) + self.mask.shape
-
-    def score(self, rows: int, cols: int) -> str:
-        """The scores::Scores of a kernel with tiles of so many queries and keys."""
-        mask = "scores::None" if self.mask is None else CTYPES[self.mask.dtype]
-        pairs = self.mask is not None and (
-            self.mask.strides[-1] == 1
-            and self.k.shape[2] % 2 == 0
-            and self.mask.shape[-1] > 1
-            and self.mask.align >= 2 * self.mask.itemsize
-            and all(n <= 1 or s % 2 == 0 for n, s in zip(self.mask.shape[:-1], self.mask.strides[:-1]))
-        )
-        ragged = self.q.shape[2] % rows != 0 or self.k.shape[2] % cols != 0
-        fold = (
-            self.size == 2
-            and self.softcap == 0
-            and 0 < self.scale < math.inf
-            and (self.mask is None or self.mask.dtype == "bool")
-        )
-        flags = (
-            pairs,
-            self.upper is not None,
-            self.lower is not None,
-            ragged,
-            self.dropout > 0,
-            fold,
-            self.softcap > 0,
-        )
-        return f"scores::Scores<{CTYPES[self.q.dtype]}, {mask}, {', '.join(str(f).lower() for f in flags)}>"
-
-    def problem(self, o: Spec | None = None, g: Spec | None = None) -> Any:
-        """attention::Problem."""
-        mask: tuple[int, ...] = (0, 0, 0, 0)
-        if self.mask is not None:
-            own = tuple(0 if n == 1 else s for n, s in zip(self.mask.shape, self.mask.strides))
-            mask = (0,) * (4 - len(own)) + own
-        strides = [*(t.strides if t is not None else (0, 0, 0, 0) for t in (self.q, self.k, self.v, o, g)), mask]
-        kept = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
-        return struct(
-            *(i64(s) for four in strides for s in four), f64(self.scale), f64(kept), f64(self.softcap),
-            i32(self.q.shape[1]), i32(self.group), i32(self.q.shape[2]), i32(self.k.shape[2]), i32(self.q.shape[3]),
-            i32(self.v.shape[3]), i32(_limit(self.upper)), i32(_limit(self.lower)),
-            u32(min(round(self.dropout * 2**32), 2**32 - 1)),
-        )  # fmt: skip
+    def is_varlen(self) -> bool:
+        return self.q_starts is not None or self.k_starts is not None or self.k_lens is not None
 
 
-def _limit(bound: int | None) -> int:
-    """Lengths are below 2**30, so what lies further away is no other limit; and sums of two stay within 32 bits."""
-    return min(max(bound or 0, -(2**30)), 2**30)
-
-
-def _vectors(*specs: Spec) -> bool:
-    """Whether every row begins on 16 bytes and has whole vectors."""
-    return all(
-        t.align >= 16
-        and (t.strides[3] == 1 or t.shape[3] <= 1)
-        and t.shape[3] * t.itemsize % 16 == 0
-        and all(n <= 1 or s * t.itemsize % 16 == 0 for n, s in zip(t.shape[:3], t.strides[:3]))
-        for t in specs
-    )
-
-
-def _like(shape: tuple[int, int, int, int], source: Spec) -> Spec:
-    """A new tensor laid out in the source's order: (batch, heads, length, d), or with the lengths before the heads."""
-    _, h, n, d = shape
-    contiguous = (h * n * d, n * d, d, 1)
-    tokens_first = (n * h * d, d, h * d, 1)
-    strides = tokens_first if _tokens_first(source.shape, source.strides) else contiguous
-    return Spec(source.dtype, shape, strides, source.device, 16)
-
-
-def _tokens_first(shape: Any, strides: Any) -> bool:
-    return shape[1] > 1 and shape[2] > 1 and strides[1] < strides[2]
-
-
-@planned
-def _forward(
-    q: Spec, k: Spec, v: Spec, mask: Spec | None, seed: Spec | None,
-    upper: int | None, lower: int | None, softcap: float, scale: float, dropout: float,
-    with_stats: bool = False,
-) -> Any:  # fmt: skip
-    """o; with_stats: and the rows' maxima and sums, (2, batch, heads, q_len)."""
-    call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
-    device = _require_arch(device_of(q))
-    b, h, length, _ = q.shape
-    o = _like((b, h, length, v.shape[3]), q)
-    acc = "float64" if q.dtype == "float64" else "float32"
-    stats = Spec(acc, (2, b, h, length), (b * h * length, h * length, length, 1), q.device, 16)
-    outputs = (o, stats) if with_stats else o
-    if o.numel == 0:
-        return plan(outputs)
-    # What each query sees all keys of is no limit.
-    upper = None if upper is not None and upper >= k.shape[2] - 1 else upper
-    lower = None if lower is not None and lower <= 1 - q.shape[2] else lower
-    call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
-    limited = upper is not None or lower is not None
-    packed = None if limited or dropout > 0 else _packed(call, o)
-    call, view = packed or (call, o)
-    return plan(outputs, *_forward_launches(call, view, o, stats if with_stats else None, device))
-
-
-def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, device: Device) -> list:
-    """view: o as the call's heads have it."""
-    q, k, v = call.q, call.k, call.v
-    b, h, length, _ = q.shape
-    kd, kdv = call.widths
-    c = Config.pick("fwd", call.size, kd, kdv, length, device, call.mask is not None)
-    columns = c.columns(kdv)
-    chunks = kdv // columns
-    blocks = ceil_div(length, c.rows(call.size)) * b * h * chunks
-    parts = _parts(length, k.shape[2])
-    kernel = template("attention").kernel(
-        "fwd", T=q.dtype, S=call.score(c.rows(call.size), c.step), kVector=_vectors(q, k, v), kStats=stats is not None or parts > 1,
-        kParts=parts > 1, BLOCK_N=c.step, kD=kd, kDv=columns, kWarps=c.warps, kTiles=c.tiles,
-    )  # fmt: skip
-    n_rows, problem = call.n_rows, call.problem(view)
-    to: Any = o
-    to_stats: Any = stats
-    if parts > 1:
-        size = max(call.size, 4)
-        to, to_stats = scratch(parts * n_rows * v.shape[3] * size), scratch(parts * 2 * n_rows * size)
-    launches = [
-        kernel.launch(
-            grid=blocks * parts, block=32 * c.warps, smem=c.shared_bytes("fwd", call.size, kd, kdv),
-            args=(to, to_stats, q, k, v, call.mask, call.seed, problem, i64(n_rows), i32(chunks), i32(parts)),
-        )
-    ]  # fmt: skip
-    if parts > 1:
-        combine = template("attention").kernel("combine", T=q.dtype, kStats=stats is not None)
-        args = (o, stats, to, to_stats, problem, i64(n_rows), i32(parts))
-        launches.append(combine.launch(grid=ceil_div(n_rows, 4), block=128, args=args))
-    return launches
-
-
-def _packed(call: Call, o: Spec) -> tuple[Call, Spec] | None:
-    """Call and output with the heads that share keys as further queries of one head: few queries are little work for a tile, and
-    the keys are then read once. None where strides or mask don't allow it."""
-    b, _, length, _ = call.q.shape
-    heads, group = call.k.shape[1], call.group
-
-    def fold(t: Spec) -> Spec | None:
-        if length > 1 and t.strides[1] != length * t.strides[2]:
-            return None
-        strides = (t.strides[0], group * t.strides[1], t.strides[1] if length == 1 else t.strides[2], t.strides[3])
-        return replace(t, shape=(b, heads, group * length, t.shape[3]), strides=strides)
-
-    if group < 2 or group * length > 64:
-        return None
-    if call.mask is not None and (call.mask_sizes[1] != 1 or (call.mask_sizes[2] != 1 and length > 1)):
-        return None  # heads that differ in their mask; a mask of one head's queries
-    q, view = fold(call.q), fold(o)
-    return None if q is None or view is None else (replace(call, q=q), view)
-
-
-# Of the keys of one block, where there are many keys and few queries; the same for any batch, so that an entry's bits don't
-# depend on its neighbours. 32 heads of 128 on 8 of 8192 keys, batches of 32 and 1: 0.309 and 0.046 ms; with 256 0.331 and 0.049,
-# with 1024 0.297 and 0.055. NVIDIA H200, 2026-12-01.
-PART_KEYS = 512
-
-
-def _parts(rows: int, keys: int) -> int:
-    """Among how many blocks the keys of a tile of queries are shared out."""
-    return max(min(ceil_div(keys, PART_KEYS), 128), 1) if rows <= 64 else 1
-
-
-# Up to here the backward computes delta from the weights: where few keys share them, the rounding of the output that it is else
-# computed from is the largest error of the gradients, by half.
-FEW_KEYS = 192
-
-
-def _require_arch(device: Device) -> Device:
-    if device.cc < (8, 0):
-        raise DeviceError(f"scaled_dot_product_attention: its kernels need sm_80 or later, this GPU is {device.arch}")
-    return device
-
-
-@planned
-def _backward(
-    g: Spec, q: Spec, k: Spec, v: Spec, o: Spec, stats: Spec, mask: Spec | None, seed: Spec | None,
-    upper: int | None, lower: int | None,
-    softcap: float, scale: float, dropout: float, wanted: int, fixed_order: bool,
-) -> Any:  # fmt: skip
-    """The wanted of dq, dk, dv (bits 0 to 2) and the mask's gradient (bit 3), in parts that are to be summed.
-
-    fixed_order: the same bits every time.
-    """
-    call = Call(q, k, v, mask, seed, upper, lower, softcap, scale, dropout)
-    device = _require_arch(device_of(q))
-    if g.shape != o.shape or g.dtype != o.dtype:
-        raise RuntimeError(
-            f"attention_backward: the gradient is {g.dtype} of {g.shape}, the output {o.dtype} of {o.shape}"
-        )
-    dq, dk, dv = (_like(t.shape, t) for t in (q, k, v))  # type: ignore[arg-type]
-    outputs = [spec for bit, spec in enumerate((dq, dk, dv)) if wanted >> bit & 1]
-    size, (kd, kdv), n_rows = call.size, call.widths, call.n_rows
-    b, h, length, _ = q.shape
-    keys = k.shape[2]
-    vector = _vectors(q, k, v, g)
-    problem = call.problem(o, g)
-    rows = scratch(max(3 * n_rows * max(size, 4), 1))
-    k_of = template("attention")
-    launches = []
-    if n_rows:
-        launches.append(
-            k_of.kernel("bwd_rows", T=q.dtype, S=call.score(1, 1), kDelta=keys > FEW_KEYS).launch(
-                grid=ceil_div(n_rows, 8), block=256, args=(rows, stats, o, g, problem, i64(n_rows))
-            )
-        )
-
-    def strides(spec: Spec) -> Any:
-        return struct(*(i64(s) for s in spec.strides))
-
-    def launch(name: str, c: Config, grid: int, args: tuple, **more: Any) -> None:
-        if grid:
-            tile = (c.rows(size), c.step)[:: -1 if name == "bwd_dkv" else 1]
-            kernel = k_of.kernel(name, T=q.dtype, S=call.score(*tile), **more)
-            launches.append(
-                kernel.launch(grid=grid, block=32 * c.warps, smem=c.shared_bytes(name, size, kd, kdv), args=args)
-            )
-
-    tensors = (rows, q, k, v, g, mask, seed, problem)
-    if 0 < keys <= FEW_KEYS:
-        c = Config.pick("bwd_dq", size, kd, kdv, length, device)
-        launch(
-            "bwd_delta", c, ceil_div(length, c.rows(size)) * b * h if q.numel else 0, (*tensors, i64(n_rows)),
-            kVector=vector, BLOCK_N=c.step, kD=kd, kDv=kdv, kWarps=c.warps, kTiles=c.tiles,
-        )  # fmt: skip
-    fused = (
-        FusedConfig.pick(kd, kdv, device)
-        if wanted & 7 == 7 and size == 2 and not fixed_order and n_rows and keys
-        else None
-    )
-    if fused is not None:
-        sums = scratch(n_rows * kd * 4, zeroed=True)
-        kernel = k_of.kernel(
-            "bwd", T=q.dtype, S=call.score(fused.BLOCK_M, fused.BLOCK_N), kVector=vector, BLOCK_M=fused.BLOCK_M,
-            BLOCK_N=fused.BLOCK_N, kD=kd, kDv=kdv, kWarps=fused.warps, kAcross=fused.across, kStages=fused.stages,
-        )  # fmt: skip
-        launches.append(
-            kernel.launch(
-                grid=ceil_div(keys, fused.BLOCK_N) * b * k.shape[1], block=32 * fused.warps, smem=fused.shared_bytes(kd, kdv),
-                args=(dk, dv, sums, *tensors, strides(dk), strides(dv), i64(n_rows)),
-            )
-        )  # fmt: skip
-        launches.append(
-            k_of.kernel("bwd_round", T=q.dtype).launch(
-                grid=ceil_div(n_rows, 8), block=256, args=(dq, sums, problem, strides(dq), i64(n_rows), i32(kd))
-            )
-        )
-        wanted &= 8
-    if wanted & 0b110:
-        c = Config.pick("bwd_dkv", size, kd, kdv, keys, device)
-        both = wanted & 0b110 == 0b110 and max(kd, kdv) <= (128 if size == 2 else 64)
-        apart = ((True, False),) * (wanted >> 1 & 1) + ((False, True),) * (wanted >> 2 & 1)
-        for want_k, want_v in ((True, True),) if both else apart:
-            width = kd if want_k else kdv
-            columns = c.columns(width)
-            chunks = 1 if both else width // columns
-            launch(
-                "bwd_dkv", c, ceil_div(keys, c.rows(size)) * b * k.shape[1] * chunks,
-                (dk if want_k else None, dv if want_v else None, *tensors, strides(dk), strides(dv), i64(n_rows), i32(chunks)),
-                kVector=vector, kDK=want_k, kDV=want_v, BLOCK_M=c.step, kD=kd, kDv=kdv,
-                kOut=columns, kWarps=c.warps, kTiles=c.tiles,
-            )  # fmt: skip
-    if wanted & 1:
-        c = Config.pick("bwd_dq", size, kd, kdv, length, device)
-        columns = c.columns(kd)
-        chunks = kd // columns
-        launch(
-            "bwd_dq", c, ceil_div(length, c.rows(size)) * b * h * chunks if q.numel else 0,
-            (dq, *tensors, strides(dq), i64(n_rows), i32(chunks)),
-            kVector=vector, BLOCK_N=c.step, kD=kd, kDv=kdv, kOut=columns, kWarps=c.warps, kTiles=c.tiles,
-        )  # fmt: skip
-    if wanted & 8:
-        assert mask is not None
-        c = Config.pick("bwd_dmask", size, kd, kdv, length, device)
-        sizes = call.mask_sizes
-        tiles = (ceil_div(sizes[2], c.rows(size)) * ceil_div(sizes[3], c.step)) * sizes[0] * sizes[1]
-        shared_by = (b if sizes[0] == 1 else 1) * (h if sizes[1] == 1 else 1)
-        shared_by *= ceil_div(length, c.rows(size)) if sizes[2] == 1 else 1
-        # Two blocks a multiprocessor, if there is that much to share out.
-        parts = max(min(ceil_div(2 * device.sms, max(tiles, 1)), shared_by), 1)
-        out = mask.dtype if parts == 1 else "float64" if size == 8 else "float32"
-        whole = (parts, *sizes)
-        dmask = Spec(out, whole, tuple(math.prod(whole[i + 1 :]) for i in range(5)), q.device, 16)
-        outputs.append(dmask)
-        launch(
-            "bwd_dmask", c, tiles * parts,
-            (dmask, *tensors, struct(*map(i32, sizes)), i32(b), i64(n_rows), i32(parts)),
-            Out=out, kVector=vector, BLOCK_N=c.step, kD=kd, kDv=kdv, kWarps=c.warps, kTiles=c.tiles,
-        )  # fmt: skip
-    return plan(tuple(outputs), *launches)
-
-
-def _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted):
-    """Of q, k, v and the mask; None where none is wanted."""
-    # A hook may have given the statistics other strides, which the kernels don't ask for.
-    found = _backward(
-        g, q, k, v, o, stats.contiguous(), mask, seed, *scalars, wanted, torch.are_deterministic_algorithms_enabled()
-    )
-    grads = _spread(as_tuple(found), wanted)
-    if grads[3] is not None:
-        parts = grads[3]
-        grads[3] = (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(mask.dtype).view(mask.shape)
-    return grads
-
-
-def _wanted(needs, mask):
-    """Which of q, k, v and the mask, by the first four of needs_input_grad: bits 0 to 3."""
-    return needs[0] | needs[1] << 1 | needs[2] << 2 | (mask is not None and needs[3]) << 3
-
-
-def _spread(found, wanted):
-    """Of q, k, v and the mask what was wanted; None for the others."""
-    found = iter(found)
-    return [next(found) if wanted >> bit & 1 else None for bit in range(4)]
+_FIELDS = Args._fields
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, "
+    + ", ".join(f"Tensor? {name}" for name in _TENSORS[3:])
+    + ", str? mod, int? upper, int? lower, int? q_most, int? k_most, float softcap, float scale, float dropout, bool tf32"
+)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
@@ -583,35 +100,69 @@ def _spread(found, wanted):
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, *more):
-        upper, lower, softcap, scale, dropout = ctx.scalars[-5:]
-        seed = more[-1] if dropout > 0 else None
-        mask = more[0] if len(more) > (seed is not None) else None
-        o, stats = _forward(q, k, v, mask, seed, upper, lower, softcap, scale, dropout, True)
-        ctx.save_for_backward(q, k, v, o, stats, mask, seed)
+    def forward(ctx, *tensors):
+        o, stats = forward(*_filled(ctx.arguments, tensors), True)
+        ctx.save_for_backward(*tensors, o, stats)
         return o
 
     @staticmethod
     def backward(ctx, g):
-        q, k, v, o, stats, mask, seed = ctx.saved_tensors
-        scalars = ctx.scalars[-5:]
-        wanted = _wanted(ctx.needs_input_grad, mask)
-        if torch.is_grad_enabled():
-            grads = _differentiable(g, q, k, v, mask, scalars, wanted)
-        else:
-            grads = _gradients(g, q, k, v, o, stats, mask, seed, scalars, wanted)
-        return (*grads[:3], *((grads[3],) if mask is not None else ()), *((None,) if seed is not None else ()))
+        *tensors, o, stats = ctx.saved_tensors
+        args = _filled(ctx.arguments, tensors)
+        places = [i for i, given in enumerate(ctx.arguments) if given is ...]
+        needs = dict(zip(places, ctx.needs_input_grad))
+        wanted = _wanted([needs.get(i, False) for i in _DIFFERENTIABLE])
+        grads = (
+            _differentiable(g, args, wanted) if torch.is_grad_enabled() else _gradients(g, None, o, stats, args, wanted)
+        )
+        found = dict(zip(_DIFFERENTIABLE, grads))
+        return tuple(found.get(i) for i in places)
 
 
-def _differentiable(g, q, k, v, mask, scalars, wanted):
+_DIFFERENTIABLE = tuple(_FIELDS.index(name) for name in ("q", "k", "v", "mask", "sinks"))
+
+
+def _filled(arguments, tensors):
+    """The arguments with the tensors in their places."""
+    tensors = iter(tensors)
+    return [next(tensors) if given is ... else given for given in arguments]
+
+
+def _wanted(needs):
+    """Of q, k, v, the mask and the sinks, by which need a gradient: one bit each."""
+    return sum(bool(need) << bit for bit, need in enumerate(needs))
+
+
+def _spread(found, wanted):
+    """Of q, k, v, the mask and the sinks what was wanted; None for the others."""
+    found = iter(found)
+    return [next(found) if wanted >> bit & 1 else None for bit in range(len(_DIFFERENTIABLE))]
+
+
+def _gradients(g, g_lse, o, stats, args, wanted):
+    """Of q, k, v, the mask and the sinks; None where none is wanted."""
+    # A hook may have given the statistics other strides, which the kernels don't ask for.
+    kept = stats.contiguous()
+    found = backward(g, g_lse, o, kept, *args, wanted, torch.are_deterministic_algorithms_enabled())
+    grads = _spread(as_tuple(found), wanted)
+    if grads[3] is not None:
+        parts, mask = grads[3], args[3]
+        grads[3] = (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(mask.dtype).view(mask.shape)
+    return grads
+
+
+def _differentiable(g, args, wanted, g_lse=None):
     """The gradients as torch's own ops make them, which have gradients themselves."""
-    if scalars[-1] > 0:
+    if Args(*args).dropout > 0:
         raise RuntimeError("scaled_dot_product_attention: with dropout it has no second derivative")
     # Each by itself: a key that was computed from the query is no way for the query's gradient here.
-    q, k, v, mask = (t.view_as(t) if t is not None else None for t in (q, k, v, mask))
-    inputs = [t for bit, t in enumerate((q, k, v, mask)) if wanted >> bit & 1]
-    o = _composite(q, k, v, mask, None, *scalars)
-    return _spread(torch.autograd.grad(o, inputs, g, create_graph=True), wanted)
+    args = [t.view_as(t) if isinstance(t, Tensor) else t for t in args]
+    inputs = [args[i] for bit, i in enumerate(_DIFFERENTIABLE) if wanted >> bit & 1]
+    outputs = _explicit(Args(*args)) if g_lse is not None else (_composite(*args),)
+    return _spread(torch.autograd.grad(outputs, inputs, (g, g_lse)[: len(outputs)], create_graph=True), wanted)
+
+
+# --- of plain ops: what the kernels don't do ---------------------------------------------------------------------------
 
 
 def _within(q, k, mask, upper, lower):
@@ -633,77 +184,140 @@ def materialized(q, k, mask, upper, lower):
     return _within(q, k, mask, upper, lower), False
 
 
-def _composite(q, k, v, mask, seed, upper, lower, softcap, scale, dropout, gqa=None):
-    """torch's own, of plain ops: for what the kernels don't do. gqa: by default whether the heads ask for it."""
-    if softcap > 0:
-        return _capped(q, k, v, mask, upper, lower, softcap, scale, dropout)
-    mask, causal = materialized(q, k, mask, upper, lower)
+def _composite(*args, gqa=None):
+    """torch's own, of plain ops. gqa: by default whether the heads ask for it."""
+    a = Args(*args)
+    if a.softcap > 0 or a.mod is not None or a.slopes is not None or a.sinks is not None or a.is_varlen:
+        return _explicit(a)[0]
+    mask, causal = materialized(a.q, a.k, a.mask, a.upper, a.lower)
     if gqa is None:
         # Not the comparison itself, which may be symbolic.
-        gqa = True if k.shape[-3] != q.shape[-3] else False  # noqa: SIM210
+        gqa = True if a.k.shape[-3] != a.q.shape[-3] else False  # noqa: SIM210
     with sdpa_kernel(SDPBackend.MATH):
-        return _torchs(q, k, v, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+        return _torchs(a.q, a.k, a.v, mask, a.dropout, causal, scale=a.scale, enable_gqa=gqa)
 
 
-def _capped(q, k, v, mask, upper, lower, softcap, scale, dropout):
-    """The same with a cap, which torch's own has not."""
+def _explicit(a: Args) -> tuple[Tensor, Tensor]:
+    """Output and logarithms of the rows' sums, with what torch's own has not."""
+    if a.mod is not None:
+        raise NotImplementedError(
+            "attention: a score_mod has kernels only: no second derivative, no forward-mode AD, no vmap, and no head dim above 512"
+        )
+    if not a.is_varlen:
+        return _explicit_entry(a, a.q, a.k, a.v, a.mask, a.slopes, 0)
+    q_bounds = a.q_starts.tolist() if a.q_starts is not None else None
+    k_bounds = a.k_starts.tolist() if a.k_starts is not None else None
+    entries = len(q_bounds) - 1 if q_bounds is not None else a.q.shape[0]
+    outs = []
+    for n in range(entries):
+        q = a.q[n : n + 1] if q_bounds is None else a.q[:, :, q_bounds[n] : q_bounds[n + 1]]
+        k, v = (_keys_of(a, t, n, k_bounds) for t in (a.k, a.v))
+        mask = a.mask
+        if mask is not None:
+            mask = mask[n : n + 1] if mask.dim() == 4 and mask.shape[0] > 1 else mask
+            mask = mask[..., : k.shape[2]] if mask.shape[-1] > 1 else mask
+        slopes = a.slopes[n : n + 1] if a.slopes is not None else None
+        outs.append(_explicit_entry(a, q, k, v, mask, slopes, k.shape[2] - q.shape[2]))
+    o, lse = (torch.cat(parts, 0 if q_bounds is None else 2) for parts in zip(*outs))
+    if q_bounds is not None and o.shape[2] < a.q.shape[2]:
+        rest = a.q.shape[2] - o.shape[2]
+        o = torch.nn.functional.pad(o, (0, 0, 0, rest))
+        lse = torch.nn.functional.pad(lse, (0, rest), value=-math.inf)
+    return o, lse
+
+
+def _keys_of(a: Args, t: Tensor, n: int, bounds: list[int] | None) -> Tensor:
+    """An entry's keys or values."""
+    if a.pages is not None:
+        t = t[a.pages[n].long()].transpose(0, 1).flatten(1, 2)[None]
+    else:
+        t = t[n : n + 1] if bounds is None else t[:, :, bounds[n] : bounds[n + 1]]
+    return t if a.k_lens is None else t[:, :, : int(a.k_lens[n])]
+
+
+def _explicit_entry(a, q, k, v, mask, slopes, corner):
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) if t.shape[-3] != q.shape[-3] else t for t in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = softcap * torch.tanh(scale * (q.to(wide) @ k.to(wide).mT) / softcap)
-    mask = _within(q, k, mask, upper, lower)
+    if k.shape[-3] not in (0, q.shape[-3]):
+        k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if a.scale is None else a.scale
+    scores = scale * (q.to(wide) @ k.to(wide).mT)
+    if a.softcap > 0:
+        scores = a.softcap * torch.tanh(scores / a.softcap)
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    if slopes is not None:
+        distance = torch.arange(n_k, device=q.device) - torch.arange(n_q, device=q.device)[:, None] - (n_k - n_q)
+        scores = scores - slopes.to(wide)[..., None, None] * distance.abs()
+    limits = (None if limit is None else limit + corner for limit in (a.upper, a.lower))
+    mask = _within(q, k, mask, *limits)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if a.sinks is not None:
+        sinks = a.sinks.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), -1)
     empty = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
-    return (torch.dropout(weights, dropout, dropout > 0) @ v.to(wide)).to(q.dtype)
+    lse = (
+        scores.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty[..., 0], -math.inf) if scores.shape[-1] else None
+    )
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)[..., :n_k]
+    o = (torch.dropout(weights, a.dropout, a.dropout > 0) @ v.to(wide)).to(q.dtype)
+    return o, o.new_full(o.shape[:-1], -math.inf, dtype=wide) if lse is None else lse
 
 
 # --- torch.ops -------------------------------------------------------------------------------------------------------
 
 
 def _setup_forward(ctx, inputs, output):
-    q, k, v, mask, seed, *ctx.scalars = inputs
     o, stats = output
-    ctx.save_for_backward(q, k, v, o, stats, mask, seed)
+    ctx.save_for_backward(*inputs[: len(_TENSORS)], o, stats)
+    ctx.scalars = inputs[len(_TENSORS) :]
     ctx.set_materialize_grads(False)
 
 
-def _library_backward(ctx, g, _):
-    if g is None:
-        return (None,) * 10
-    q, k, v, o, stats, mask, seed = ctx.saved_tensors
-    wanted = _wanted(ctx.needs_input_grad, mask)
-    found = _backward_op(g, q, k, v, o, stats, mask, seed, *ctx.scalars, wanted)
-    return (*_spread(found, wanted), *(None,) * 6)
+def _library_backward(ctx, g, g_stats):
+    if g is None and g_stats is None:
+        return (None,) * len(_FIELDS)
+    *tensors, o, stats = ctx.saved_tensors
+    # Of maxima and sums only the logarithm max + log(sum) is used: what comes for the maximum is its gradient.
+    g_lse = g_stats[0].contiguous() if g_stats is not None else None
+    g = torch.zeros_like(o) if g is None else g
+    wanted = _wanted([ctx.needs_input_grad[i] for i in _DIFFERENTIABLE])
+    found = _backward_op(g, g_lse, o, stats, *tensors, *ctx.scalars, wanted)
+    grads = dict(zip(_DIFFERENTIABLE, _spread(found, wanted)))
+    return tuple(grads.get(i) for i in range(len(_FIELDS)))
 
 
 def _setup_backward(ctx, inputs, output):
-    g, q, k, v, _, _, mask, _, *ctx.scalars, ctx.wanted = inputs
-    ctx.save_for_backward(g, q, k, v, mask)
+    g, g_lse, _, _, *args, ctx.wanted = inputs
+    ctx.save_for_backward(g, g_lse, *args[: len(_TENSORS)])
+    ctx.scalars = args[len(_TENSORS) :]
 
 
 def _library_second(ctx, gradients):
-    g, q, k, v, mask = ctx.saved_tensors
+    g, g_lse, *tensors = ctx.saved_tensors
     with torch.enable_grad():
-        inputs = [t.detach().requires_grad_() for t in (g, q, k, v)]
-        mask = mask.detach().requires_grad_() if ctx.wanted & 8 else mask
-        dy, dq, dk, dv = inputs
-        first = [t for t in _differentiable(dy, dq, dk, dv, mask, ctx.scalars, ctx.wanted) if t is not None]
-    sources = [*inputs, *([mask] if ctx.wanted & 8 else [])]
-    found = list(torch.autograd.grad(first, sources, gradients, allow_unused=True))
-    d_mask = found.pop() if ctx.wanted & 8 else None
-    return (*found, None, None, d_mask, *(None,) * 7)
+        args = [t.detach() if isinstance(t, Tensor) else t for t in (*tensors, *ctx.scalars)]
+        for bit, i in enumerate(_DIFFERENTIABLE):
+            if bit < 3 or ctx.wanted >> bit & 1:
+                args[i].requires_grad_()
+        given = [t.detach().requires_grad_() if t is not None else None for t in (g, g_lse)]
+        first = [t for t in _differentiable(given[0], args, ctx.wanted, given[1]) if t is not None]
+    places = [i for bit, i in enumerate(_DIFFERENTIABLE) if bit < 3 or ctx.wanted >> bit & 1]
+    sources = [t for t in given if t is not None] + [args[i] for i in places]
+    found = iter(torch.autograd.grad(first, sources, gradients, allow_unused=True))
+    d_given = [next(found) if t is not None else None for t in given]
+    grads = dict(zip(places, found))
+    return (*d_given, None, None, *(grads.get(i) for i in range(len(_FIELDS))), None)
 
 
 def _empty_like(shape, source):
     b, h, n, d = shape
-    if _tokens_first(source.shape, source.stride()):
+    if tokens_first(source.shape, source.stride()):
         return source.new_empty((b, n, h, d)).transpose(1, 2)
     return source.new_empty(shape)
 
 
-def _fake(q, k, v, mask, seed, upper, lower, softcap, scale, dropout):
+def _fake(*args):
+    q, v = args[0], args[2]
     if not q.is_floating_point():
         raise RuntimeError(
             f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}"
@@ -712,28 +326,39 @@ def _fake(q, k, v, mask, seed, upper, lower, softcap, scale, dropout):
     return _empty_like((*q.shape[:3], v.shape[3]), q), q.new_empty((2, *q.shape[:3]), dtype=acc)
 
 
-def _fake_backward(g, q, k, v, o, stats, mask, seed, upper, lower, softcap, scale, dropout, wanted):
-    found = [_empty_like(t.shape, t) for bit, t in enumerate((q, k, v)) if wanted >> bit & 1]
-    return found + ([torch.empty_like(mask, memory_format=torch.contiguous_format)] if wanted >> 3 & 1 else [])
+def _fake_backward(g, g_lse, o, stats, *args):
+    wanted = args[-1]
+    found = [_empty_like(t.shape, t) for bit, t in enumerate(args[:3]) if wanted >> bit & 1]
+    found += [torch.empty_like(args[3], memory_format=torch.contiguous_format)] if wanted & DMASK else []
+    return found + ([torch.empty_like(args[5])] if wanted & DSINKS else [])
 
 
-def _run_backward(g, q, k, v, o, stats, mask, seed, upper, lower, softcap, scale, dropout, wanted):
-    grads = _gradients(g, q, k, v, o, stats, mask, seed, (upper, lower, softcap, scale, dropout), wanted)
+def _run_forward(*args):
+    return forward(*_named(args), True)
+
+
+def _run_backward(g, g_lse, o, stats, *args):
+    grads = _gradients(g, g_lse, o, stats, _named(args[:-1]), args[-1])
     return [t for t in grads if t is not None]
 
 
+def _named(args):
+    """With the one string for each change of scores by which plans are found."""
+    args = list(args)
+    at = len(_TENSORS)
+    args[at] = sys.intern(args[at]) if args[at] is not None else None
+    return args
+
+
 _forward_op = define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? seed, int? upper, int? lower, float softcap, float scale, "
-    "float dropout) "
-    "-> (Tensor, Tensor)",
-    run=lambda *args: _forward(*args, True),
+    f"attention({_SCHEMA}) -> (Tensor, Tensor)",
+    run=_run_forward,
     fake=_fake,
     setup_context=_setup_forward,
     backward=_library_backward,
 )
 _backward_op = define(
-    "attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o, Tensor stats, Tensor? mask, Tensor? seed, int? upper, "
-    "int? lower, float softcap, float scale, float dropout, int wanted) -> Tensor[]",
+    f"attention_backward(Tensor g, Tensor? g_lse, Tensor o, Tensor stats, {_SCHEMA}, int wanted) -> Tensor[]",
     run=_run_backward,
     fake=_fake_backward,
     setup_context=_setup_backward,
@@ -741,23 +366,23 @@ _backward_op = define(
 )
 
 
-def _autocast(q, k, v, mask, seed, *scalars):
+def _autocast(q, k, v, mask, *more):
     dtype = torch.get_autocast_dtype(q.device.type)
 
     def cast(t):
         # torch casts what is floating and not double.
         return t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
 
-    return *map(cast, (q, k, v, mask)), seed, *scalars
+    return *map(cast, (q, k, v, mask)), *more
 
 
-def _public(q, k, v, mask, seed, *limits_and_scalars):
-    return _again, (q, k, v, mask, *limits_and_scalars)
+def _public(*args):
+    return _again, args
 
 
-def _again(q, k, v, mask, upper, lower, softcap, scale, dropout):
+def _again(*args):
     """The call once more, by what the kernels are told."""
-    return _routed(q, k, v, mask, dropout, upper, lower, softcap, scale, True)
+    return _call(*args)
 
 
 _OP = Op(
@@ -768,7 +393,7 @@ _OP = Op(
     _autocast,
     None,
 )
-_call = routed(_forward, _Attention, lambda *args: _OP)
+_call = routed(forward, _Attention, lambda *args: _OP)
 
 
 # --- public ----------------------------------------------------------------------------------------------------------
@@ -824,7 +449,7 @@ def scaled_dot_product_attention(
         given = (query, key, value, attn_mask, dropout_p, causal)
         more = dict(scale=scale, enable_gqa=enable_gqa)
         return handle_torch_function(scaled_dot_product_attention, given[:4], *given, **more)
-    return _routed(query, key, value, attn_mask, dropout_p, upper, None, 0.0, scale, enable_gqa)
+    return _routed(query, key, value, attn_mask, dropout_p, upper, scale, enable_gqa, _NO_MORE)
 
 
 def _require_kinds(**given: tuple[object, type]) -> None:
@@ -854,16 +479,38 @@ def without_bias(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: boo
     return mask, 0 if is_causal else None
 
 
-def _routed(query, key, value, mask, dropout, upper, lower, softcap, scale, gqa):
+class More(NamedTuple):
+    """What torch's signature has no word for."""
+
+    lower: int | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    slopes: Tensor | None = None
+    mod: ScoreMod | None = None
+    lse: bool = False
+
+    def args(self, q, k, v, mask, seed, upper, scale, dropout, **packed) -> Args:
+        slopes, sinks, mod = self.slopes, self.sinks, self.mod
+        if slopes is not None:
+            entries = packed["q_starts"].shape[0] - 1 if "q_starts" in packed else q.shape[0]
+            slopes = slopes.detach().float().expand(entries, q.shape[-3]).contiguous()
+        if sinks is not None:
+            sinks = sinks.to(torch.float64 if q.dtype is torch.float64 else torch.float32).contiguous()
+        extra = zip(("e0", "e1", "e2"), mod.tensors if mod is not None else ())
+        return Args(
+            q, k, v, mask, seed, sinks, slopes, **packed, **dict(extra), mod=mod.text if mod is not None else None,
+            upper=upper, lower=self.lower, softcap=float(self.softcap), scale=scale, dropout=float(dropout), tf32=_is_tf32(q),
+        )  # fmt: skip
+
+
+def _routed(query, key, value, mask, dropout, upper, scale, gqa, more):
     """To a kernel, or to torch where none is for such tensors."""
     if _is_torchs(query, key, value, mask):
-        tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
-        mask, causal = materialized(query, key, mask, upper, lower) if tensors else (mask, False)
-        return _torchs(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+        return _torchs_way(query, key, value, mask, dropout, upper, scale, gqa, more)
     if query.is_complex():
         raise NotImplementedError(f"scaled_dot_product_attention: not implemented for {query.dtype}")
     if not compiling() and torch._C._is_tracing():
-        return _composite(query, key, value, mask, None, upper, lower, softcap, scale, dropout, gqa)
+        return _plain_ops(more.args(query, key, value, mask, None, upper, scale, dropout), gqa, more.lse)
     if dropout and not 0.0 <= dropout <= 1.0:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout}")
     if not (
@@ -874,57 +521,8 @@ def _routed(query, key, value, mask, dropout, upper, lower, softcap, scale, gqa)
         and 0 < query.shape[3] <= MAX_HEAD_DIM
         and 0 < value.shape[3] <= MAX_HEAD_DIM
     ):
-        return _general(query, key, value, mask, dropout, upper, lower, softcap, scale, gqa)
-    return _attend(query, key, value, mask, dropout, upper, lower, softcap, scale)
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    softcap: float = 0.0,
-    scale: float | None = None,
-    *,
-    window: tuple[int | None, int | None] = (None, None),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attention with what torch's signature has no word for: a window of keys, and a cap of the scores.
-
-    Args:
-        window: ``(left, right)``: query i of L sees the keys from ``i + S - L - left`` to ``i + S - L + right`` of S. None: no
-            limit on that side; ``(n - 1, 0)`` is the causal window of n keys. Tiles of keys outside are not even loaded.
-        softcap: If above 0, a scaled score s counts as ``softcap * tanh(s / softcap)``, before the mask is added.
-        query, key, value, attn_mask, dropout_p, scale, enable_gqa: As of :func:`scaled_dot_product_attention`; a key counts that
-            window and mask both let through.
-
-    Returns:
-        As :func:`scaled_dot_product_attention`; a query that sees no key gives 0.
-
-    Raises:
-        TypeError: What should be a tensor isn't.
-        ValueError: ``softcap`` is negative.
-        RuntimeError: Shapes or dtypes that don't go together; ``dropout_p`` outside [0, 1].
-
-    Differentiable. Window and cap as FlashAttention's ``flash_attn_func`` has them, where -1 stands for None.
-    """
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"attend(): argument '{name}' must be Tensor, not {type(t).__name__}")
-    if softcap < 0:
-        raise ValueError(f"attend(): softcap is {softcap}; it must be 0 or above")
-    attn_mask, corner = without_bias(query, key, attn_mask, False)
-    left, right = window
-    diagonal = key.shape[-2] - query.shape[-2]
-    if corner is not None:
-        right = corner - diagonal if right is None else min(right, corner - diagonal)
-    if has_torch_function_variadic(query, key, value, attn_mask):
-        given = (query, key, value, attn_mask, dropout_p, softcap, scale)
-        return handle_torch_function(attend, given[:4], *given, window=(left, right), enable_gqa=enable_gqa)
-    upper = None if right is None else diagonal + right
-    lower = None if left is None else diagonal - left
-    return _routed(query, key, value, attn_mask, dropout_p, upper, lower, softcap, scale, enable_gqa)
+        return _general(query, key, value, mask, dropout, upper, scale, gqa, more)
+    return _attend(query, key, value, mask, dropout, upper, scale, more)
 
 
 def _is_torchs(query, key, value, mask):
@@ -939,16 +537,98 @@ def _is_torchs(query, key, value, mask):
     )
 
 
-def _attend(q, k, v, mask, dropout, upper, lower, softcap, scale):
+def _torchs_way(query, key, value, mask, dropout, upper, scale, gqa, more):
+    if mask is None and all(map(_is_jagged, (query, key, value))) and not compiling():
+        found = _jagged(query, key, value, dropout, upper, scale, more)
+        if found is not None:
+            return found
+    if more is not _NO_MORE and (
+        more.lse or more.softcap or more.sinks is not None or more.slopes is not None or more.mod
+    ):
+        raise NotImplementedError(
+            "attend(): nested tensors other than jagged ones, and masks of one dim, are for torch's own"
+        )
+    tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
+    mask, causal = materialized(query, key, mask, upper, more.lower) if tensors else (mask, False)
+    return _torchs(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa)
+
+
+def _is_jagged(t: Any) -> bool:
+    """(batch, heads, one's own length, d), with entries one behind the other."""
+    return (
+        isinstance(t, Tensor)
+        and t.is_nested
+        and t.layout is torch.jagged
+        and t.dim() == 4
+        and t._ragged_idx == 2
+        and t._lengths is None
+    )
+
+
+def _jagged(query, key, value, dropout, upper, scale, more):
+    """Nested tensors as packed entries; None if that isn't what torch makes of them."""
+    starts = query.offsets(), key.offsets()
+    if (upper is not None or more.lower is not None) and starts[0] is not starts[1]:
+        return None  # torch counts from another corner than packed entries do
+    q, k, v = (t.transpose(1, 2).values() for t in (query, key, value))
+    found = _packed(q, k, v, starts, (None, None), dropout, upper, scale, more)
+    nested = [
+        torch.nested.nested_tensor_from_jagged(t if t.dim() == 3 else t.unsqueeze(-1), starts[0]).transpose(1, 2)
+        for t in as_tuple(found)
+    ]
+    return (nested[0], nested[1].squeeze(-1)) if more.lse else nested[0]
+
+
+def _attend(q, k, v, mask, dropout, upper, scale, more):
     """Four dims, of heads that go together."""
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     seed = _draw(q) if dropout > 0 else None
-    args = (q, k, v, mask, seed, upper, lower, float(softcap), scale, float(dropout))
-    if compiling():
-        if torch.is_autocast_enabled(q.device.type):
-            args = _autocast(*args)
-        return _forward_op(*args)[0]
-    return _call(*args)
+    if more is _NO_MORE:
+        args = (
+            q,
+            k,
+            v,
+            mask,
+            seed,
+            *_NO_TENSORS,
+            None,
+            upper,
+            None,
+            None,
+            None,
+            0.0,
+            scale,
+            float(dropout),
+            _is_tf32(q),
+        )
+    else:
+        args = more.args(q, k, v, mask, seed, upper, scale, dropout)
+    return _run(args, more.lse)
+
+
+def _is_tf32(q: Tensor) -> bool:
+    """Whether torch's own products of float32 may be of 11 bits here: ``torch.backends.cuda.matmul.allow_tf32``."""
+    return q.dtype is torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32
+
+
+_NO_TENSORS = (None,) * (len(_TENSORS) - 5)
+
+
+def _run(args, lse):
+    """The kernels, by what they are told."""
+    if not (lse or compiling()):
+        return _call(*args)
+    if not compiling() and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+        return _explicit(Args(*args))
+    if torch.is_autocast_enabled(args[0].device.type):
+        args = _autocast(*args)
+    o, stats = _forward_op(*args)
+    return (o, stats[0] + stats[1].log()) if lse else o
+
+
+def _plain_ops(a: Args, gqa: bool, lse: bool) -> Any:
+    """Without kernels."""
+    return _explicit(a) if lse else _composite(*a, gqa=gqa)
 
 
 def _draw(like: Tensor) -> Tensor:
@@ -956,7 +636,7 @@ def _draw(like: Tensor) -> Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=like.device)
 
 
-def _general(q, k, v, mask, dropout, upper, lower, softcap, scale, gqa):
+def _general(q, k, v, mask, dropout, upper, scale, gqa, more):
     """Any number of dims, leading dims that broadcast, heads of another number in key and value."""
     name = "scaled_dot_product_attention"
     if min(q.dim(), k.dim(), v.dim()) < 2:
@@ -970,9 +650,10 @@ def _general(q, k, v, mask, dropout, upper, lower, softcap, scale, gqa):
     counts = {t.shape[-3] for t in (q, k, v) if t.dim() >= 3}
     if 0 in counts and (gqa or counts <= {0, 1}):
         # torch's own divides by their number, and the process ends (2.11), or has zeros for the queries (2.13).
-        return q[..., :0].sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1])
+        nothing = q[..., :0].sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1])
+        return (nothing, nothing.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)) if more.lse else nothing
     if 0 in counts or q.shape[-1] == 0 or max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or v.shape[-1] == 0:
-        return _composite(q, k, v, mask, None, upper, lower, softcap, scale, dropout, gqa)
+        return _plain_ops(more.args(q, k, v, mask, None, upper, scale, dropout), gqa, more.lse)
     if gqa and min(q.dim(), k.dim(), v.dim()) >= 3:
         heads = q.shape[-3]
         if any(n == 0 or heads % n for n in (k.shape[-3], v.shape[-3])):
@@ -1002,7 +683,263 @@ def _general(q, k, v, mask, dropout, upper, lower, softcap, scale, gqa):
 
     if mask is not None and mask.dim() != 4 and mask.dim() > 2:
         mask = mask.reshape(batch, heads, *mask.shape[-2:])
-    return _attend(four(q), four(k), four(v), mask, dropout, upper, lower, softcap, scale).reshape(shape)
+    found = _attend(four(q), four(k), four(v), mask, dropout, upper, scale, more)
+    return (found[0].reshape(shape), found[1].reshape(shape[:-1])) if more.lse else found.reshape(shape)
+
+
+# --- beyond torch's signature ------------------------------------------------------------------------------------------
+
+
+class ScoreMod:
+    """A change of attention's scores, as CUDA expressions.
+
+    Args:
+        expression: Of ``score``, the scaled score, a float (or double): what it becomes, before the mask is added. It may use the
+            ints ``batch``, ``head``, ``query``, ``key`` (indices; of a packed entry counted in the entry), ``q_len``, ``k_len``,
+            the tensors by their names, CUDA's math functions, ``min`` and ``max``.
+        slope: The expression's derivative for ``score``, an expression too; ``"1"`` where something is added. None: it has no
+            gradient, and asking for one is an error.
+        **tensors: Up to three, contiguous, of float32, float64, int32 or int64: ``name[i]`` is an element. They have no gradient.
+
+    Example:
+        >>> mod = ScoreMod("score + bias[head * 32 + min(query - key, 31)]", slope="1", bias=bias)
+        >>> tkjit.attention.attend(q, k, v, window=(None, 0), score_mod=mod)
+
+    Make it once and keep it: what was compiled is found by it. As FlexAttention's ``score_mod``.
+    """
+
+    def __init__(self, expression: str, slope: str | None = None, **tensors: Tensor):
+        if not isinstance(expression, str) or not (slope is None or isinstance(slope, str)):
+            raise TypeError("ScoreMod(): expression and slope are strings")
+        if len(tensors) > 3:
+            raise ValueError(f"ScoreMod(): {len(tensors)} tensors; up to 3 are possible")
+        for name, t in tensors.items():
+            if not isinstance(t, Tensor) or t.dtype not in (torch.float32, torch.float64, torch.int32, torch.int64):
+                raise TypeError(f"ScoreMod(): {name} must be a tensor of float32, float64, int32 or int64")
+            if not t.is_contiguous():
+                raise ValueError(f"ScoreMod(): {name} must be contiguous")
+        self.tensors = (*tensors.values(), *(None,) * (3 - len(tensors)))
+        self.text = sys.intern("\x1f".join((expression, slope or "", *tensors)))
+
+
+_NO_MORE = More()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    *,
+    window: tuple[int | None, int | None] = (None, None),
+    enable_gqa: bool = False,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention with what torch's signature has no word for.
+
+    Args:
+        window: ``(left, right)``: query i of L sees the keys from ``i + S - L - left`` to ``i + S - L + right`` of S. None: no
+            limit on that side; ``(n - 1, 0)`` is the causal window of n keys. Tiles of keys outside are not even loaded.
+        softcap: If above 0, a scaled score s counts as ``softcap * tanh(s / softcap)``, before the mask is added.
+        alibi_slopes: (Hq,) or (batch, Hq): ``slope * |i + S - L - j|`` comes off the score of query i and key j. No gradient.
+        sinks: (Hq,): a further score of each head that counts in the softmax, and whose value is 0. Differentiable.
+        score_mod: A :class:`ScoreMod`; it comes after cap and slopes.
+        return_lse: Also return the natural logarithm of each row's sum of exponentials, -inf where a query sees no key.
+            Differentiable.
+        query, key, value, attn_mask, dropout_p, scale, enable_gqa: As of :func:`scaled_dot_product_attention`; a key counts that
+            window and mask both let through.
+
+    Returns:
+        As :func:`scaled_dot_product_attention`; a query that sees no key gives 0. With ``return_lse`` that and (..., Hq, L)
+        in float32 (float64 for float64).
+
+    Raises:
+        TypeError: What should be a tensor isn't.
+        ValueError: ``softcap`` is negative.
+        RuntimeError: Shapes or dtypes that don't go together; ``dropout_p`` outside [0, 1]; a gradient through a ScoreMod
+            without a slope.
+        NotImplementedError: A ScoreMod where there are no kernels: second derivatives, vmap, forward-mode AD.
+        CompileError: A ScoreMod's expression is no CUDA.
+
+    Window and cap as FlashAttention's ``flash_attn_func`` has them, where -1 stands for None; sinks as gpt-oss has them.
+    """
+    given = _checked("attend", query, key, value, softcap, alibi_slopes, sinks, score_mod)
+    attn_mask, corner = without_bias(query, key, attn_mask, False)
+    left, right = window
+    diagonal = key.shape[-2] - query.shape[-2]
+    if corner is not None:
+        right = corner - diagonal if right is None else min(right, corner - diagonal)
+    if has_torch_function_variadic(*given, attn_mask):
+        first = (query, key, value, attn_mask, dropout_p, softcap, scale)
+        named = dict(window=(left, right), enable_gqa=enable_gqa, alibi_slopes=alibi_slopes, sinks=sinks)
+        named |= dict(score_mod=score_mod, return_lse=return_lse)
+        return handle_torch_function(attend, (*given, attn_mask), *first, **named)
+    upper = None if right is None else diagonal + right
+    lower = None if left is None else diagonal - left
+    more = More(lower, softcap, sinks, alibi_slopes, score_mod, return_lse)
+    return _routed(query, key, value, attn_mask, dropout_p, upper, scale, enable_gqa, more)
+
+
+def _checked(name, query, key, value, softcap, slopes, sinks, mod):
+    """The tensors, after a look at each."""
+    for what, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}(): argument '{what}' must be Tensor, not {type(t).__name__}")
+    for what, t in (("alibi_slopes", slopes), ("sinks", sinks)):
+        if t is not None and not isinstance(t, Tensor):
+            raise TypeError(f"{name}(): argument '{what}' must be Tensor, not {type(t).__name__}")
+    if mod is not None and not isinstance(mod, ScoreMod):
+        raise TypeError(f"{name}(): argument 'score_mod' must be ScoreMod, not {type(mod).__name__}")
+    if softcap < 0:
+        raise ValueError(f"{name}(): softcap is {softcap}; it must be 0 or above")
+    return query, key, value, slopes, sinks
+
+
+def varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    *,
+    window: tuple[int | None, int | None] = (None, None),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of sequences of different lengths that lie one behind the other, without padding.
+
+    Args:
+        query: (total of L, Hq, E). Sequence n has the rows ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1] - 1``.
+        key: (total of S, H, E); Hq is a multiple of H.
+        value: (total of S, H, Ev).
+        cu_seqlens_q: (batch + 1,), int32 or int64, on the same device; rows of no sequence give 0.
+        cu_seqlens_k: The same of keys; by default the queries'.
+        max_seqlen_q: At least the longest sequence's queries; rows beyond it give 0. By default it is looked up, which waits
+            for the device.
+        max_seqlen_k: The same of keys.
+        is_causal: The same as ``window=(None, 0)``: the last query sees the last key.
+        dropout_p, softcap, scale, window, alibi_slopes, sinks, score_mod, return_lse: As of :func:`attend`.
+
+    Returns:
+        (total of L, Hq, Ev); with ``return_lse`` that and (total of L, Hq).
+
+    Raises:
+        As :func:`attend`.
+
+    Differentiable. Same as FlashAttention's ``flash_attn_varlen_func``, but for the order of the logarithms' dimensions.
+    """
+    given = _checked("varlen", query, key, value, softcap, alibi_slopes, sinks, score_mod)
+    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
+    for name, t in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64) or t.dim() != 1 or t.shape[0] < 1:
+            raise TypeError(f"varlen(): argument '{name}' must be a tensor of (batch + 1,) int32 or int64")
+    if any(t.dim() != 3 for t in given[:3]):
+        raise RuntimeError(
+            f"varlen(): query, key and value must have 3 dims, but have {[tuple(t.shape) for t in given[:3]]}"
+        )
+    if dropout_p and not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    right = 0 if is_causal else window[1]
+    if is_causal and window[1] not in (None, 0):
+        raise ValueError(f"varlen(): is_causal together with a window of {window}")
+    more = More(None if window[0] is None else -window[0], softcap, sinks, alibi_slopes, score_mod, return_lse)
+    starts, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    return _packed(query, key, value, starts, most, dropout_p, right, scale, more)
+
+
+def _packed(q, k, v, starts, most, dropout, upper, scale, more):
+    """Of entries one behind the other, (total, heads, d)."""
+    longest = [
+        int(t.diff().max()) if n is None and t.shape[0] > 1 else int(n or 0) for t, n in zip(starts, most, strict=True)
+    ]
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q_starts, k_starts = (t.to(torch.int32).contiguous() for t in starts)
+    seed = _draw(q) if dropout > 0 else None
+    packed = dict(q_starts=q_starts, k_starts=k_starts, q_most=longest[0], k_most=longest[1])
+    found = _by_size(more.args(q, k, v, None, seed, upper, scale, dropout, **packed), more.lse)
+    if not more.lse:
+        return found[0].transpose(0, 1)
+    return found[0][0].transpose(0, 1), found[1][0].transpose(0, 1)
+
+
+def _by_size(args: Args, lse: bool) -> Any:
+    """The kernels, or plain ops for heads that have none."""
+    kernels = 0 < args.q.shape[-1] <= MAX_HEAD_DIM and 0 < args.v.shape[-1] <= MAX_HEAD_DIM
+    return _run(args, lse) if kernels else _plain_ops(args, True, lse)
+
+
+def with_kv_cache(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    scale: float | None = None,
+    *,
+    window: tuple[int | None, int | None] = (None, None),
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of a few new queries of each sequence to its cached keys and values: a step of decoding.
+
+    Args:
+        query: (batch, L, Hq, E).
+        k_cache: (batch, capacity, H, E), or, with ``block_table``, (blocks, block size, H, E).
+        v_cache: The same with Ev.
+        cache_seqlens: (batch,), int32 or int64, on the same device: keys that count, the queries' own included. It is read by
+            the kernels, so a captured graph may change it.
+        block_table: (batch, blocks of a sequence), int32 or int64: which blocks of the cache hold a sequence's keys. Those
+            beyond its length are not looked at.
+        is_causal: The same as ``window=(None, 0)``: the last query sees the last key.
+        softcap, scale, window, alibi_slopes, sinks, score_mod, return_lse: As of :func:`attend`.
+
+    Returns:
+        (batch, L, Hq, Ev); with ``return_lse`` that and (batch, Hq, L).
+
+    Raises:
+        As :func:`attend`.
+        NotImplementedError: A gradient through a ``block_table``.
+
+    Same as FlashAttention's ``flash_attn_with_kvcache`` after the new keys are in the cache.
+    """
+    _checked("with_kv_cache", query, k_cache, v_cache, softcap, alibi_slopes, sinks, score_mod)
+    for name, t, dims in (("cache_seqlens", cache_seqlens, 1), ("block_table", block_table, 2)):
+        if not (t is None and name == "block_table") and (
+            not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64) or t.dim() != dims
+        ):
+            raise TypeError(f"with_kv_cache(): argument '{name}' must be a tensor of {dims} dims, int32 or int64")
+    if any(t.dim() != 4 for t in (query, k_cache, v_cache)):
+        shapes = [tuple(t.shape) for t in (query, k_cache, v_cache)]
+        raise RuntimeError(f"with_kv_cache(): query and caches must have 4 dims, but have {shapes}")
+    right = 0 if is_causal else window[1]
+    if is_causal and window[1] not in (None, 0):
+        raise ValueError(f"with_kv_cache(): is_causal together with a window of {window}")
+    q, k, v = (t.transpose(1, 2) for t in (query, k_cache, v_cache))
+    more = More(None if window[0] is None else -window[0], softcap, sinks, alibi_slopes, score_mod, return_lse)
+    pages = block_table.to(torch.int32).contiguous() if block_table is not None else None
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    lens = cache_seqlens.to(torch.int32).contiguous()
+    found = _by_size(more.args(q, k, v, None, None, right, scale, 0.0, k_lens=lens, pages=pages), return_lse)
+    return (found[0].transpose(1, 2), found[1]) if return_lse else found.transpose(1, 2)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------

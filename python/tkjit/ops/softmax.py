@@ -240,7 +240,7 @@ def _backward(dy: Spec, y: Spec, dim: int, log: bool, dtype: str | None = None) 
 class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        dim, log, dtype = ctx.scalars
+        _, dim, log, dtype = ctx.arguments
         y = _forward(x, dim, log, dtype)
         ctx.save_for_backward(y)  # not x: y is enough
         if dtype is not None:
@@ -250,7 +250,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        dim, log, dtype = ctx.scalars
+        _, dim, log, dtype = ctx.arguments
         return _gradient(dy, y, dim, log, y.dtype if dtype is None else ctx.dtype)
 
 
@@ -260,12 +260,12 @@ class _SoftmaxBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, dy, y):
         ctx.save_for_backward(dy, y)
-        return _backward(dy, y, *ctx.scalars)
+        return _backward(dy, y, *ctx.arguments[2:])
 
     @staticmethod
     def backward(ctx, ddx):
         dy, y = ctx.saved_tensors
-        dim, log, _ = ctx.scalars
+        _, _, dim, log, _ = ctx.arguments
         return _second(ddx, dy, y, dim, log)
 
 

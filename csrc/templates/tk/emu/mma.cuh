@@ -402,6 +402,11 @@ TKEMU_INLINE void wgmma(float* d, const Wgmma& w, bool has_a)
 
 namespace tk {
 
+TK_DEVICE uint32_t tf32_rest(uint32_t v)
+{
+    return (v & 0x7f800000u) == 0x7f800000u ? 0 : bits_of(float_of(v) - float_of(v & 0xffffe000u)) + 0x1000u;
+}
+
 // ---- fragments and shared memory ------------------------------------------------------------------------------------
 
 TK_DEVICE bool is_shared(const char* p)

@@ -3,6 +3,12 @@
 
 namespace tk {
 
+TK_DEVICE uint32_t tf32_rest(uint32_t v)
+{
+    // inf - inf is the NaN 0x7fffffff (PTX's only one), and that and 0x1000 a negative number so small that it counts as 0.
+    return bits_of(float_of(v) - float_of(v & 0xffffe000u)) + 0x1000u;
+}
+
 // ---- fragments and shared memory ------------------------------------------------------------------------------------
 
 // Loads kCount (1, 2 or 4) matrices of 8 rows x 16 bytes from shared memory. Lane 8i + j gives the address of row j of
