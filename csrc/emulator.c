@@ -1562,6 +1562,17 @@ fill_machine(machine *m, tk_error *err)
                        "blocks",
                        m->name);
     }
+    for (int i = 0; i < 3; i++) {
+        unsigned most = i == 0 ? INT32_MAX : UINT16_MAX;
+        if (g->grid[i] < 1 || g->grid[i] > most ||
+            g->grid[i] % g->cluster[i] != 0) {
+            return tk_fail(err, TK_LAUNCH,
+                           "%s: a GPU refuses a grid of (%u, %u, %u) blocks in "
+                           "clusters of (%u, %u, %u)",
+                           m->name, g->grid[0], g->grid[1], g->grid[2],
+                           g->cluster[0], g->cluster[1], g->cluster[2]);
+        }
+    }
     if (m->blocks > 1 && k->static_shared_size > 0) {
         return tk_fail(err, TK_LAUNCH,
                        "%s: a kernel with clusters keeps its shared memory in "

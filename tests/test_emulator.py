@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emulate import run, seeded, text
-from tkjit import EmulatorError
+from tkjit import EmulatorError, LaunchError
 
 SOURCE = text("broken")
 BUG = "#define BUG\n"
@@ -195,3 +195,12 @@ def test_activemask_promises_the_caller_alone() -> None:
     kernel = "__global__ void mask(int* y) { y[threadIdx.x] = int(__activemask() >> threadIdx.x % 32 & 1); }"
     run(f'#include "tk/tk.cuh"\n{kernel}', "mask", 1, 64, [y])
     assert bool((y == 1).all())
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("grid", [0, (1, 0), (1, 65536), (1, 1, 65536)])
+def test_grids_that_the_driver_refuses_the_emulator_refuses_too(grid, place) -> None:
+    x = torch.zeros(4, device=place)
+    with pytest.raises(LaunchError, match="one"):
+        run('#include "tk/tk.cuh"\n__global__ void one(float* x) { x[0] = 1.0f; }', "one", grid, 32, [x])
+    assert x.sum().item() == 0

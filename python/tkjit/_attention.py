@@ -534,6 +534,8 @@ def _forward_launches(call: Call, view: Spec, o: Spec, stats: Spec | None, devic
     columns = c.columns(kdv)
     chunks = kdv // columns
     blocks = ceil_div(q_most, c.rows) * call.entries * q.shape[1] * chunks
+    if blocks == 0:
+        return []  # no sequence has queries
     parts = _parts(q_most, k_most)
     tile = c.scores("fwd")
     mask = _fitting(call.mask_tile(*tile), functools.partial(c.shared_bytes, "fwd", call.size, kd, kdv), device)
