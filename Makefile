@@ -29,7 +29,7 @@ fmt: $(READY)
 
 asan: $(READY)
 	TKJIT_SANITIZE=1 $(PYTHON) setup.py -q build --build-base build/asan --build-lib build/asan/lib
-	$(ASAN) PYTHONPATH=build/asan/lib $(PYTHON) -m pytest tests -m "not gpu and not package" --ignore tests/test_kernels.py --ignore tests/test_emulated.py --ignore tests/test_emulator_mma.py --ignore tests/test_attention.py
+	$(ASAN) PYTHONPATH=build/asan/lib $(PYTHON) -m pytest tests -m "not gpu and not package" --ignore tests/test_kernels.py --ignore tests/test_emulated.py --ignore tests/test_emulator_mma.py --ignore-glob "tests/test_attention*"
 
 hostile: build
 	$(RUN) -m pytest tests/test_hostile.py
