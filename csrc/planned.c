@@ -30,7 +30,7 @@ typedef struct {
     PyObject ob_base;
     tk_state *state; /* borrowed: the type keeps the module alive */
     PyObject *planner;
-    PyObject *autograd; /* arguments -> what applies where a gradient is wanted */
+    PyObject *autograd; /* arguments -> what applies for a gradient */
     PyObject *applied;  /* dict: scalars, as bytes -> autograd's answer */
     PyObject *slow;     /* called where torch has to see the call */
     entry **buckets;
