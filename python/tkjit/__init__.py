@@ -15,16 +15,48 @@ from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchErro
 if TYPE_CHECKING:
     from . import attention, cache
     from ._warmup import warmup
+    from .kernel import elementwise
     from .ops.attention import scaled_dot_product_attention
+    from .ops.pointwise import (
+        add,
+        copy,
+        geglu,
+        gelu,
+        leaky_relu,
+        mish,
+        mul,
+        reglu,
+        relu,
+        sigmoid,
+        silu,
+        softplus,
+        swiglu,
+        tanh,
+    )
     from .ops.softmax import log_softmax, softmax
 
 # name -> the module that holds it
 _LAZY = {
+    "add": "ops.pointwise",
     "attention": "attention",
     "cache": "cache",
+    "copy": "ops.pointwise",
+    "elementwise": "kernel",
+    "geglu": "ops.pointwise",
+    "gelu": "ops.pointwise",
+    "leaky_relu": "ops.pointwise",
     "log_softmax": "ops.softmax",
+    "mish": "ops.pointwise",
+    "mul": "ops.pointwise",
+    "reglu": "ops.pointwise",
+    "relu": "ops.pointwise",
     "scaled_dot_product_attention": "ops.attention",
+    "sigmoid": "ops.pointwise",
+    "silu": "ops.pointwise",
     "softmax": "ops.softmax",
+    "softplus": "ops.pointwise",
+    "swiglu": "ops.pointwise",
+    "tanh": "ops.pointwise",
     "warmup": "_warmup",
 }
 
@@ -35,11 +67,26 @@ __all__ = [
     "Error",
     "LaunchError",
     "__version__",
+    "add",
     "attention",
     "cache",
+    "copy",
+    "elementwise",
+    "geglu",
+    "gelu",
+    "leaky_relu",
     "log_softmax",
+    "mish",
+    "mul",
+    "reglu",
+    "relu",
     "scaled_dot_product_attention",
+    "sigmoid",
+    "silu",
     "softmax",
+    "softplus",
+    "swiglu",
+    "tanh",
     "warmup",
 ]
 

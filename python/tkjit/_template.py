@@ -71,17 +71,21 @@ def _argument(value: object) -> str:
 
 @dataclass(frozen=True)
 class Template:
-    """A CUDA source whose kernels are templates. ``name`` is its file's stem and its namespace."""
+    """A CUDA source whose kernels are templates. ``name`` is its file's stem and its namespace.
+
+    ``text``: what of it a user wrote, in which the compiler counts lines under the bare name.
+    """
 
     name: str
     source: str = field(repr=False)
     headers: dict[str, str] = field(compare=False, repr=False)
     namespace: str = ""
+    text: str | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def from_source(source: str, name: str) -> Template:
+    def from_source(source: str, name: str, text: str | None = None) -> Template:
         """A template from text rather than from the package; it may include the package's files."""
-        return Template(name, source, _closure(source))
+        return Template(name, source, _closure(source), text=text)
 
     def kernel(self, kernel: str, **arguments: object) -> Instance:
         """An instance, its template arguments in the order given."""
@@ -261,8 +265,10 @@ def _ensure(kernel: _core.Kernel, instance: Instance, target: str, emulated: boo
 def _explained(error: CompileError, kernel: _core.Kernel, instance: Instance, target: str) -> CompileError:
     """The same error with what a person needs to mend it."""
     log = str(error)
-    name = f"{instance.template.name}.cuh"
-    listing = _excerpt(instance.template.source, log, name)
+    name, text = f"{instance.template.name}.cuh", instance.template.source
+    if instance.template.text is not None:
+        name, text = instance.template.name, instance.template.text
+    listing = _excerpt(text, log, name)
     saved = _save_reproducer(instance, kernel.options, log)
     parts = [f"{instance.expression} did not compile for {target}:\n{log.strip()}"]
     if listing:

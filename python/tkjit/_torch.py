@@ -7,7 +7,7 @@ tensor it goes on to the launch plan or to the autograd.Function; every other ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,12 @@ class Op:
     dtypes: tuple[str, ...] | None = ("float16", "bfloat16", "float32", "float64")
 
 
+def filled(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """``ctx.arguments`` of an autograd.Function behind :func:`routed`, the tensors in their places."""
+    found = iter(tensors)
+    return [next(found) if given is ... else given for given in arguments]
+
+
 def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callable[..., Op]) -> Callable[..., Any]:
     """The callable behind a public function.
 
@@ -72,15 +78,15 @@ def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callab
 
 
 def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
-    if not isinstance(args[0], Tensor):
-        raise TypeError(f"{op.name}(): argument 'input' (position 1) must be Tensor, not {type(args[0]).__name__}")
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not tensors:
+        raise TypeError(f"{op.name}(): argument 'input' (position 1) must be Tensor, not {type(args[0]).__name__}")
     if has_torch_function(tensors):
         function, public_args = op.public(*args)
         return handle_torch_function(function, tensors, *public_args)
     if _transformed() or torch.jit.is_tracing() or any(map(_is_torchs_business, tensors)):
         return op.fallback(*args)
-    device = args[0].device.type
+    device = tensors[0].device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return core.call(*op.autocast(*args))

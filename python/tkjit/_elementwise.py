@@ -1,0 +1,400 @@
+"""Plans for what is done element by element: an op's text, the dtypes of a call, its layout and its kernel.
+
+csrc/templates/parts/elementwise.cuh says what the kernel's arguments mean.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import struct as _struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._plan import Launch, Spec, i64, plan, u32, u64
+from ._plan import struct as by_value
+from ._rows import ceil_div, power_of_two
+from ._template import CTYPES, Template
+
+THREADS = 256  # elementwise::kThreads
+
+# What a declaration may name besides type letters.
+_NAMES = {
+    "float": "float32", "double": "float64", "int": "int32", "bool": "bool", "f16": "float16", "bf16": "bfloat16", "f32": "float32",
+    "f64": "float64", "i8": "int8", "u8": "uint8", "i16": "int16", "i32": "int32", "i64": "int64",
+}  # fmt: skip
+_DECLARATION = re.compile(r"\s*(\w+)\s+(\w+)\s*")
+_DECLARED = re.compile(r"\b(?:const\s+)?(\w+)\s+(\w+)\s*(?==[^=])")
+_IDENTIFIER = re.compile(r"(?<![\w.])(?<!->)(?<!::)[A-Za-z_]\w*(?!\w)(?!\s*(?:\(|::))")
+_WORDS = {
+    "auto", "bool", "break", "case", "char", "const", "constexpr", "continue", "default", "do", "double", "else", "false", "float",
+    "for", "if", "int", "long", "return", "short", "signed", "sizeof", "static", "switch", "true", "unsigned", "void", "while",
+    "INFINITY", "NAN", "kFast", *_NAMES,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """An op as its user wrote it.
+
+    Attributes:
+        body: CUDA statements that give each output its value.
+        inputs: (type, name) of each; a type is a letter, which stands for one dtype, or names a dtype.
+        outputs: The same.
+        preamble: Functions that the body calls.
+        declares: Whether the body declares the outputs itself.
+    """
+
+    name: str
+    body: str
+    inputs: tuple[tuple[str, str], ...]
+    outputs: tuple[tuple[str, str], ...]
+    preamble: str = ""
+    declares: bool = True
+
+    @classmethod
+    def of(cls, text: str, inputs: str | None, outputs: str | None, preamble: str, name: str | None) -> Text:
+        if not isinstance(text, str) or not text.strip():
+            raise TypeError(f"elementwise(): the text must be CUDA statements, not {text!r}")
+        body = text if text.rstrip().endswith((";", "}")) else f"{text};"
+        bare = _bare(body)
+        made = declared(body)
+        if outputs is not None:
+            outs = _declarations("outputs", outputs)
+        elif made:
+            outs = (made[-1],)
+        else:
+            raise ValueError(
+                f"elementwise(): nothing is declared in {text!r}; write it as 'T y = ...', or give outputs="
+            )
+        if inputs is not None:
+            ins = _declarations("inputs", inputs)
+        else:
+            known = {what for _, what in (*made, *outs)} | _WORDS
+            found = [word for word in _IDENTIFIER.findall(bare) if word not in known and not word.startswith("M_")]
+            ins = tuple(("T", word) for word in dict.fromkeys(found) if not _is_letter(word))
+        if not ins:
+            raise ValueError(f"elementwise(): {text!r} has no input")
+        if clash := {what for _, what in ins} & {what for _, what in outs}:
+            raise ValueError(f"elementwise(): {', '.join(sorted(clash))} is both an input and an output")
+        letters = {kind for kind, _ in ins}
+        for kind, what in (*ins, *outs):
+            if not _is_letter(kind) and kind not in _NAMES:
+                raise ValueError(
+                    f"elementwise(): {what} is of type {kind!r}; a type is a letter, or one of {', '.join(_NAMES)}"
+                )
+        for kind, what in outs:
+            if _is_letter(kind) and kind not in letters:
+                raise ValueError(f"elementwise(): no input has the type {kind} of the output {what}")
+        declares = {what for _, what in outs} <= {what for _, what in made}
+        return cls(name or outs[-1][1], body, ins, outs, preamble, declares)
+
+    @functools.cached_property
+    def letters(self) -> tuple[str, ...]:
+        return tuple(sorted({kind for kind, _ in (*self.inputs, *self.outputs) if _is_letter(kind)}))
+
+    @functools.cached_property
+    def template(self) -> Template:
+        parameters = ", ".join([*(f"class {letter}" for letter in self.letters), "bool kFast_"])
+        values = [f"[[maybe_unused]] const {_value(kind)} {name}" for kind, name in self.inputs]
+        # Of the storage's value type, which a letter may be narrower or wider than.
+        results = [f"auto& {name}{'_' if self.declares else ''}" for _, name in self.outputs]
+        stores = "".join(f"        {name}_ = {name};\n" for _, name in self.outputs if self.declares)
+        source = (
+            '#include "parts/elementwise.cuh"\n'
+            + self.preamble
+            + f"""
+namespace elementwise {{
+
+template <{parameters}>
+struct Op {{
+    static constexpr bool kFast = kFast_;
+
+    template <class... Results>
+    TK_DEVICE static void apply({", ".join(values)}, Results&... results)
+    {{
+        compute({", ".join(name for _, name in self.inputs)}, results...);
+    }}
+    template <{", ".join(f"class R{i}" for i in range(len(results)))}>
+    TK_DEVICE static void compute({", ".join(values)}, {", ".join(r.replace("auto", f"R{i}", 1) for i, r in enumerate(results))})
+    {{
+#line 1 "{self.name}"
+{self.body}
+#line 1 "{self.name}.cuh"
+{stores}    }}
+}};
+
+}}  // namespace elementwise
+"""
+        )
+        return Template.from_source(source, self.name, self.body)
+
+
+def _bare(body: str) -> str:
+    """Without comments."""
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", body, flags=re.DOTALL)
+
+
+def declared(body: str) -> list[tuple[str, str]]:
+    """Type and name of what a text declares with a value."""
+    return [(kind, what) for kind, what in _DECLARED.findall(_bare(body)) if kind not in ("return", "else")]
+
+
+def _is_letter(kind: str) -> bool:
+    return len(kind) == 1 and kind.isupper()
+
+
+def _value(kind: str) -> str:
+    """A type of the text as the kernel computes with it."""
+    return kind if _is_letter(kind) else value_type(_NAMES[kind])
+
+
+def value_type(dtype: str) -> str:
+    return "float" if dtype in ("float16", "bfloat16") else CTYPES[dtype]
+
+
+def _declarations(what: str, text: str) -> tuple[tuple[str, str], ...]:
+    found = []
+    for part in text.split(","):
+        match = _DECLARATION.fullmatch(part)
+        if match is None:
+            raise ValueError(f"elementwise(): {what} has {part!r}; write 'T x, float alpha'")
+        found.append((match[1], match[2]))
+    return tuple(found)
+
+
+# --- dtypes ----------------------------------------------------------------------------------------------------------
+
+_KINDS = {"bool": 0, "uint8": 1, "int8": 1, "int16": 1, "int32": 1, "int64": 1}
+
+
+def _kind(dtype: str) -> int:
+    return _KINDS.get(dtype, 2)
+
+
+@functools.cache
+def _promoted(a: str, b: str) -> str:
+    import torch
+
+    return str(torch.promote_types(getattr(torch, a), getattr(torch, b))).removeprefix("torch.")
+
+
+def result_type(values: Sequence[Any]) -> str:
+    """torch.result_type of specs and numbers: a number, and after it a tensor without dims, only counts by its kind."""
+    import torch
+
+    found: list[str | None] = [None, None, None]  # with dims, without, numbers
+    for value in values:
+        if isinstance(value, Spec):
+            rank, dtype = (0 if value.ndim else 1), value.dtype
+        elif isinstance(value, bool):
+            rank, dtype = 2, "bool"
+        else:
+            default = str(torch.get_default_dtype()).removeprefix("torch.")
+            rank, dtype = 2, "int64" if isinstance(value, int) else default
+        so_far = found[rank]
+        found[rank] = dtype if so_far is None else _promoted(so_far, dtype)
+    result = found[0]
+    for dtype in filter(None, found):
+        if result is None or _kind(dtype) > _kind(result):
+            result = dtype
+    assert result is not None
+    return result
+
+
+# --- layout ----------------------------------------------------------------------------------------------------------
+
+
+def broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape that all have room in. Raises what torch raises."""
+    ndim = max(map(len, shapes), default=0)
+    out = [1] * ndim
+    for shape in shapes:
+        for i, n in enumerate(shape, ndim - len(shape)):
+            if n != 1:
+                if out[i] not in (1, n):
+                    raise RuntimeError(
+                        f"The size of tensor a ({out[i]}) must match the size of tensor b ({n}) at non-singleton dimension {i}"
+                    )
+                out[i] = n
+    return tuple(out)
+
+
+def expanded(shape: Sequence[int], strides: Sequence[int], to: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor that is broadcast to a shape."""
+    new = len(to) - len(shape)
+    return (0,) * new + tuple(0 if n == 1 and m != 1 else s for n, s, m in zip(shape, strides, to[new:]))
+
+
+def output_strides(shape: Sequence[int], tensors: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Strides of a new output: dense, its dims in the order of the (broadcast) inputs', as TensorIterator has it."""
+
+    def before(a: int, b: int) -> int:
+        """1: dim a belongs inside dim b. -1: the other way round."""
+        for strides in tensors:
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] != strides[b]:
+                return 1 if strides[a] < strides[b] else -1
+            if shape[a] > shape[b]:
+                return -1
+        return 0
+
+    order = list(range(len(shape)))[::-1]  # from the innermost out
+    for i in range(1, len(order)):
+        at = i
+        for j in range(i - 1, -1, -1):
+            which = before(order[at], order[j])
+            if which > 0:
+                order[at], order[j] = order[j], order[at]
+                at = j
+            elif which < 0:
+                break
+    strides, step = [0] * len(shape), 1
+    for d in order:
+        strides[d] = step
+        step *= max(shape[d], 1)
+    return tuple(strides)
+
+
+def _collapsed(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+    """(size, stride in each tensor), outermost first by the first tensor; dims that are one step in all are one."""
+    dims = [(n, tuple(s[d] for s in all_strides)) for d, n in enumerate(shape) if n != 1]
+    dims.sort(key=lambda dim: dim[1][0], reverse=True)
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for size, strides in dims:
+        if found and found[-1][1] == tuple(s * size for s in strides):
+            found[-1] = (found[-1][0] * size, strides)
+        else:
+            found.append((size, strides))
+    return found or [(1, (0,) * len(all_strides))]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Vectors of a thread and elements of a vector: see elementwise::run."""
+
+    vec: int
+    unroll: int
+    splat: int  # bit t: tensor t has one element for all of the innermost dim
+
+    @classmethod
+    def pick(cls, dims: Sequence[tuple[int, tuple[int, ...]]], tensors: Sequence[Spec]) -> Config:
+        size, inner = dims[-1]
+        splat = sum(1 << t for t, s in enumerate(inner) if s == 0)
+        moved = [(t, spec) for t, spec in enumerate(tensors) if not splat >> t & 1]
+        sizes = [spec.itemsize for _, spec in moved] or [1]
+        # 16 bytes of the narrowest, but no more than 32 of the widest.
+        vec = min(16 // min(sizes), 32 // max(sizes))
+        ok = all(inner[t] == 1 for t, _ in moved) and bool(moved) and not splat & 1
+        while vec > 1 and not (
+            ok
+            and size % vec == 0
+            and all(
+                spec.align >= min(vec * spec.itemsize, 16)
+                and all(strides[t] * spec.itemsize % min(vec * spec.itemsize, 16) == 0 for _, strides in dims[:-1])
+                for t, spec in moved
+            )
+        ):
+            vec //= 2
+        # 64 bytes on their way for each thread, as rows have them (_rows.RowConfig); not measured for each count of inputs.
+        moving = max(vec * sum(spec.itemsize for t, spec in moved if t > 0), 1)
+        unroll = 4 if moving <= 16 else 2 if moving <= 32 else 1
+        return cls(vec, 4 if vec == 1 else unroll, splat if vec > 1 else 0)
+
+
+def launch(
+    text: Text, outs: Sequence[Spec], given: Sequence[Any], letters: dict[str, str], shape: Sequence[int]
+) -> Launch:
+    """The launch that fills the outputs. given: a spec or a number for each input."""
+    tensors = [*outs, *(value for value in given if isinstance(value, Spec))]
+    dims = _collapsed(shape, [expanded(t.shape, t.strides, shape) for t in tensors])
+    c = Config.pick(dims, tensors)
+    vectors = 1
+    for size, _ in dims:
+        vectors *= size
+    vectors //= c.vec
+    n_dims = power_of_two(len(dims))
+    padded = [(1, (0,) * len(tensors))] * (n_dims - len(dims)) + list(dims)
+    sizes = [size for size, _ in padded[:-1]] + [padded[-1][0] // c.vec]
+    steps = [[strides[t] for _, strides in padded[:-1]] + [padded[-1][1][t] * c.vec] for t in range(len(tensors))]
+    wide = vectors >= 2**31
+    numbers = [
+        _number(value, _dtype(kind, letters))
+        for (kind, _), value in zip(text.inputs, given)
+        if not isinstance(value, Spec)
+    ]
+    index = i64 if wide else u32
+    arguments = by_value(
+        *tensors,
+        *(numbers or [u64(0)]),
+        *(i64(s) for strides in steps for s in strides),
+        *map(index, sizes),
+        index(vectors),
+    )
+    ins = ", ".join(
+        CTYPES[value.dtype] if isinstance(value, Spec) else f"elementwise::Number<{value_type(_dtype(kind, letters))}>"
+        for (kind, _), value in zip(text.inputs, given)
+    )
+    fast = all(spec.itemsize == 2 for spec in outs)
+    types = [value_type(letters[letter]) for letter in text.letters]
+    kernel = text.template.kernel(
+        "elementwise::run",
+        Op=f"elementwise::Op<{', '.join([*types, 'true' if fast else 'false'])}>",
+        Outs=f"elementwise::List<{', '.join(CTYPES[spec.dtype] for spec in outs)}>",
+        Ins=f"elementwise::List<{ins}>",
+        kVec=c.vec, kUnroll=c.unroll, kDims=n_dims, kSplat=f"{c.splat}u", Index="int64_t" if wide else "uint32_t",
+    )  # fmt: skip
+    return kernel.launch(grid=ceil_div(vectors, THREADS * c.unroll), block=THREADS, args=(arguments,))
+
+
+def _dtype(kind: str, letters: dict[str, str]) -> str:
+    return letters[kind] if _is_letter(kind) else _NAMES[kind]
+
+
+def _number(value: Any, dtype: str) -> Any:
+    """8 bytes: of a double where the input is a floating type, else of an integer."""
+    if _kind(dtype) == 2:
+        return u64(int.from_bytes(_struct.pack("=d", float(value)), "little"))
+    if isinstance(value, float):
+        raise TypeError(f"elementwise(): {value} is given where {dtype} is asked for")
+    return u64(int(value) % 2**64)
+
+
+def types_of(text: Text, given: Sequence[Any]) -> dict[str, str]:
+    """The dtype of each letter: what the inputs of that type are promoted to."""
+    found: dict[str, str] = {}
+    for letter in text.letters:
+        values = [value for (kind, _), value in zip(text.inputs, given) if kind == letter]
+        found[letter] = result_type(values)
+        if found[letter] not in CTYPES:
+            raise NotImplementedError(f"{text.name}: there are no kernels for {found[letter]}")
+    return found
+
+
+def output_dtypes(text: Text, given: Sequence[Any]) -> list[str]:
+    letters = types_of(text, given)
+    return [_dtype(kind, letters) for kind, _ in text.outputs]
+
+
+def planner_of(text: Text) -> Callable[..., Any]:
+    """The planner of an op: of a spec or a number for each input, behind which may follow the outputs to write."""
+
+    def planner(*args: Any) -> Any:
+        given, outs = args[: len(text.inputs)], args[len(text.inputs) :]
+        specs = [value for value in given if isinstance(value, Spec)]
+        for spec in (*specs, *outs):
+            if spec.dtype not in CTYPES:
+                raise NotImplementedError(f"{text.name}: there are no kernels for {spec.dtype}")
+        letters = types_of(text, given)
+        shape = broadcast([spec.shape for spec in specs])
+        if not outs:
+            strides = output_strides(shape, [expanded(spec.shape, spec.strides, shape) for spec in specs])
+            outs = tuple(Spec(dtype, shape, strides, specs[0].device, 16) for dtype in output_dtypes(text, given))
+        elif any(out.shape != shape for out in outs):
+            raise RuntimeError(f"{text.name}: the output is of {outs[0].shape}, the result of {shape}")
+        return plan(outs) if 0 in shape else plan(outs, launch(text, outs, given, letters, shape))
+
+    planner.__name__ = text.name
+    return planner
