@@ -15,7 +15,7 @@ from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchErro
 if TYPE_CHECKING:
     from . import attention, cache
     from ._warmup import warmup
-    from .kernel import elementwise
+    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, u32, u64
     from .ops.attention import scaled_dot_product_attention
     from .ops.pointwise import (
         add,
@@ -37,13 +37,21 @@ if TYPE_CHECKING:
 
 # name -> the module that holds it
 _LAZY = {
+    "Kernel": "kernel",
     "add": "ops.pointwise",
     "attention": "attention",
+    "bf16": "kernel",
+    "bool_": "kernel",
     "cache": "cache",
     "copy": "ops.pointwise",
     "elementwise": "kernel",
+    "f16": "kernel",
+    "f32": "kernel",
+    "f64": "kernel",
     "geglu": "ops.pointwise",
     "gelu": "ops.pointwise",
+    "i32": "kernel",
+    "i64": "kernel",
     "leaky_relu": "ops.pointwise",
     "log_softmax": "ops.softmax",
     "mish": "ops.pointwise",
@@ -57,6 +65,8 @@ _LAZY = {
     "softplus": "ops.pointwise",
     "swiglu": "ops.pointwise",
     "tanh": "ops.pointwise",
+    "u32": "kernel",
+    "u64": "kernel",
     "warmup": "_warmup",
 }
 
@@ -65,15 +75,23 @@ __all__ = [
     "DeviceError",
     "EmulatorError",
     "Error",
+    "Kernel",
     "LaunchError",
     "__version__",
     "add",
     "attention",
+    "bf16",
+    "bool_",
     "cache",
     "copy",
     "elementwise",
+    "f16",
+    "f32",
+    "f64",
     "geglu",
     "gelu",
+    "i32",
+    "i64",
     "leaky_relu",
     "log_softmax",
     "mish",
@@ -87,6 +105,8 @@ __all__ = [
     "softplus",
     "swiglu",
     "tanh",
+    "u32",
+    "u64",
     "warmup",
 ]
 

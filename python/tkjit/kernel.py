@@ -7,20 +7,37 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _elementwise
+from . import _elementwise, _raw
+from ._device import Device
 from ._elementwise import Text
 from ._library import define
-from ._plan import Spec, planned
+from ._plan import Scalar, Spec, planned
+from ._template import Template
 from ._torch import Op, compiling, filled, routed
 
-__all__ = ["Elementwise", "elementwise"]
+__all__ = [
+    "Elementwise",
+    "Kernel",
+    "bf16",
+    "bool_",
+    "elementwise",
+    "f16",
+    "f32",
+    "f64",
+    "i32",
+    "i64",
+    "u32",
+    "u64",
+]
 
 
 class Elementwise:
@@ -289,3 +306,218 @@ def _gradient_op(text: Text, grad: str) -> Elementwise:
     if unknown := [what for kind, what in ins if not kind]:
         raise ValueError(f"elementwise(): grad names {', '.join(unknown)}, which is no input, output or d + output")
     return Elementwise(replace(named, inputs=tuple(ins), outputs=tuple(outs)), None)
+
+
+# --- raw kernels -----------------------------------------------------------------------------------------------------
+
+
+def _scalar(name: str, format: str, kind: str, doc: str) -> Callable[[Any], Scalar]:
+    def make(value: Any) -> Scalar:
+        given = value.item() if hasattr(value, "item") else value
+        try:
+            if kind == "float":
+                if isinstance(given, str | bytes) or given is None:
+                    raise TypeError
+                given = float(given)
+            else:
+                given = operator.index(given)
+        except TypeError:
+            raise TypeError(f"{name}(): {value!r} is no {kind}") from None
+        if name == "bool_":
+            return Scalar("?", bool(given))
+        if name == "bf16":
+            bits = int.from_bytes(struct.pack("=f", given), "little")
+            # To nearest, ties to even; a NaN stays one.
+            rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if given == given else bits >> 16 | 0x40
+            return Scalar("H", rounded)
+        try:
+            data = struct.pack(f"={format}", given)
+        except (struct.error, OverflowError):
+            raise OverflowError(f"{name}(): {value!r} is out of range") from None
+        # As it is rounded, so that equal arguments have one plan.
+        return (
+            Scalar("H", int.from_bytes(data, "little"))
+            if name == "f16"
+            else Scalar(format, struct.unpack(f"={format}", data)[0])
+        )
+
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = (
+        f"{doc} as a kernel's argument. Raises TypeError for another kind of value, OverflowError out of range."
+    )
+    return make
+
+
+i32 = _scalar("i32", "i", "whole number", "An ``int``")
+i64 = _scalar("i64", "q", "whole number", "A ``long long``")
+u32 = _scalar("u32", "I", "whole number", "An ``unsigned``")
+u64 = _scalar("u64", "Q", "whole number", "An ``unsigned long long``")
+f16 = _scalar("f16", "e", "float", "A ``tk::f16``")
+bf16 = _scalar("bf16", "f", "float", "A ``tk::bf16``")
+f32 = _scalar("f32", "f", "float", "A ``float``")
+f64 = _scalar("f64", "d", "float", "A ``double``")
+bool_ = _scalar("bool_", "?", "whole number", "A ``bool``")
+
+
+class Kernel:
+    """A kernel of CUDA text of your own.
+
+        SOURCE = '''
+        template <class T, int BLOCK>
+        __global__ void scale(T* y, const T* x, float by, long long n)
+        {
+            const long long i = blockIdx.x * (long long)BLOCK + threadIdx.x;
+            if (i < n) { y[i] = x[i] * by; }
+        }
+        '''
+        scale = tkjit.Kernel(SOURCE, "scale", T=torch.float32, tune=[{"BLOCK": 128}, {"BLOCK": 256}])
+        scale.launch(lambda p: -(-n // p["BLOCK"]), lambda p: p["BLOCK"], (y, x, tkjit.f32(2), tkjit.i64(n)))
+
+    Args:
+        source: CUDA C++. It may include the package's templates (``tk/tk.cuh`` and CUDA's mathematical functions are); what they
+            have for the machine (vectors, barriers, mma, copies) is in ``tkjit``'s ``templates/tk``.
+        name: The kernel's.
+        tune: Template parameters to choose from. The first launch of a kind (dtypes, shapes, strides, grid) times them on
+            copies of what the kernel writes, so that each launch happens once, and keeps the choice on disk. One that does not give
+            what the first gives is not taken.
+        parameters: The template's parameters by name: a dtype, a number, a bool, or C++ text.
+
+    Raises:
+        TypeError: A template parameter that the kernel lacks, or lacks a value.
+        CompileError: At the first launch, with the text's own line numbers.
+
+    For CPU tensors the kernel runs through the emulator: ``TKJIT_EMULATE_CHECK=1`` finds its races and what it reads or writes
+    outside the tensors. A launch has no gradient: for that, call it in an autograd.Function, or use :func:`elementwise`.
+    """
+
+    def __init__(
+        self, source: str, name: str, *, tune: Sequence[Mapping[str, object]] | None = None, **parameters: object
+    ) -> None:
+        if not isinstance(source, str) or not isinstance(name, str):
+            raise TypeError("Kernel(): source and name must be str")
+        if "\0" in source:
+            raise ValueError("Kernel(): the source has a NUL")
+        self.name, self.source = name, source
+        self.candidates = [{**parameters, **given} for given in tune or ({},)]
+        self._signature = _raw.Signature.of(source, name)
+        self._template: Template = _raw.template_of(source, name)
+        self._launchers = [_raw.launcher(self._instance(given)) for given in self.candidates]
+        self._chosen: dict[Any, int] = {}
+
+    def _instance(self, given: Mapping[str, object]) -> Any:
+        names = self._signature.parameters
+        if not names and not given:
+            return self._template.kernel(self.name)
+        if names and set(given) != set(names):
+            raise TypeError(
+                f"Kernel(): {self.name} has the template parameters {', '.join(names)}, given are {', '.join(given)}"
+            )
+        values = {n: given[n] for n in names or given}
+        return self._template.kernel(
+            self.name,
+            **{n: _raw.ctype(str(v)) if isinstance(v, torch.dtype) else v for n, v in values.items()},
+        )
+
+    def launch(
+        self,
+        grid: int | Sequence[int] | Callable[[dict], Any],
+        block: int | Sequence[int] | Callable[[dict], Any],
+        args: Sequence[Tensor | Scalar | None],
+        smem: int = 0,
+        cluster: int | Sequence[int] = 1,
+    ) -> None:
+        """Launch the kernel on torch's current stream of the tensors' device.
+
+        Args:
+            grid: Blocks, in up to three dimensions; or a function of the template parameters that gives them.
+            block: Threads of a block, likewise.
+            args: The kernel's arguments: tensors (their address), ``tkjit.i32(n)`` and its kin, None for a null pointer.
+            smem: Bytes of dynamic shared memory.
+            cluster: Blocks of a cluster.
+
+        Raises:
+            TypeError: An argument of another kind, or another number of them than the kernel has.
+            RuntimeError: The kernel may write to a tensor that needs a gradient; tensors of several devices.
+            LaunchError: What the device refuses.
+
+        What a tensor's parameter doesn't declare ``const`` counts as written to: its version goes up.
+        """
+        written = self._signature.written
+        if written is not None and len(written) != len(args):
+            raise TypeError(f"{self.name} has {len(written)} parameters, but {len(args)} arguments were given")
+        for i, arg in enumerate(args):
+            if arg is not None and not isinstance(arg, Tensor | Scalar):
+                raise TypeError(
+                    f"{self.name}: argument {i} is {arg!r}; give a tensor, tkjit.i32(...) and its kin, or None"
+                )
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if not tensors:
+            raise TypeError(f"{self.name}: one argument at least must be a tensor")
+        out = [a for i, a in enumerate(args) if isinstance(a, Tensor) and (written is None or written[i])]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in out):
+            raise RuntimeError(
+                f"{self.name}: it may write to a tensor that needs a gradient; use torch.no_grad(), or declare it const"
+            )
+
+        def run(i: int, given: Sequence[Any]) -> None:
+            blocks, threads = (_three(s(dict(self.candidates[i])) if callable(s) else s) for s in (grid, block))
+            self._launchers[i](*_raw.flat(blocks, threads, _three(cluster), smem, given))
+
+        with torch.no_grad():
+            run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
+        for t in out:
+            if not t.is_inference():  # those have no version
+                torch.autograd.graph.increment_version(t)
+
+    def _best(self, grid: Any, block: Any, args: Sequence[Any], out: Sequence[Tensor], run: Callable[..., None]) -> int:
+        kinds = tuple(
+            (str(a.dtype), *a.shape, *a.stride(), a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args
+        )
+        sizes = tuple(None if callable(size) else _three(size) for size in (grid, block))
+        place = next(a.device for a in args if isinstance(a, Tensor))
+        key = (kinds, sizes, place)
+        if key in self._chosen:
+            return self._chosen[key]
+        if place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return 0  # nothing can be timed now
+
+        def fresh() -> tuple[list[Tensor], list[Any]]:
+            copies = [_copied(t) for t in out]
+            by_id = {id(t): copy for t, copy in zip(out, copies)}
+            return copies, [by_id.get(id(a), a) if isinstance(a, Tensor) else a for a in args]
+
+        made: list[list[Tensor]] = []
+
+        def trial(i: int) -> bool:
+            copies, given = fresh()
+            run(i, given)
+            made.append(copies)
+            return all(map(_alike, made[0], copies))
+
+        given = fresh()[1]
+        wait = torch.cuda.synchronize if place.type == "cuda" else lambda: None
+        device = Device.of(place.index if place.type == "cuda" else -1)
+        fields = [self._template.source, self.name, repr(kinds), repr(sizes)]
+        best = _raw.fastest(fields, self.candidates, device, trial, lambda i: run(i, given), wait)
+        self._chosen[key] = best
+        return best
+
+
+def _copied(t: Tensor) -> Tensor:
+    """With the same strides, whatever they are, and all that lies between its first and its last element."""
+    reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) if t.numel() else 0
+    whole = t.as_strided((reach,), (1,)).clone()
+    return whole.as_strided(t.shape, t.stride(), 0)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two candidates did the same, but for the order of sums."""
+    if not a.is_floating_point() or a.numel() == 0:
+        return torch.equal(a, b)
+    size = a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * size, equal_nan=True)
+
+
+def _three(size: Any) -> tuple[int, int, int]:
+    x, y, z = (*((size,) if isinstance(size, int) else tuple(size)), 1, 1, 1)[:3]
+    return int(x), int(y), int(z)
