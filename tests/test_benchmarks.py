@@ -584,6 +584,14 @@ def test_small_entries_count_by_their_own_row():
     assert testing.error(got, want, scale=0.0) == pytest.approx(0.5)
 
 
+def test_a_row_of_zeros_counts_by_the_others():
+    want = torch.tensor([[0.0, 0.0], [1.0, -1.0]], dtype=torch.float64)
+    got = want.float()
+    got[0, 0] = 1e-3
+    assert testing.error(got, want, dim=-1) == pytest.approx(1e-3 / 0.5**0.5)
+    assert testing.error(got[:1], want[:1], dim=-1) == math.inf
+
+
 def test_shape_and_dtype_must_be_torchs():
     want = torch.ones(2, 3, dtype=torch.float64)
     with pytest.raises(AssertionError, match=r"shape \(3, 2\), should be \(2, 3\)"):

@@ -347,8 +347,9 @@ def error(got: Tensor, want: Tensor, dim: int | None = None, scale: float | Tens
     """The largest ``|got - want| / (|want| + scale)``; infinite where they disagree about NaN, infinities or the shape.
 
     ``scale`` is by default the root mean square of ``want``, along ``dim`` or over all of it, so that an entry far
-    smaller than its neighbours isn't held to digits that the sum over them doesn't have. Give it where the result
-    itself cancels, e.g. a gradient that is zero but for rounding.
+    smaller than its neighbours isn't held to digits that the sum over them doesn't have. Neighbours along ``dim`` that are
+    all zero, such as the gradient of a query that sees one key, have no size of their own: all of it counts. Give it where
+    the result itself cancels, e.g. a gradient that is zero but for rounding.
     """
     return _worst(got, want, dim, scale)[0]
 
@@ -370,10 +371,10 @@ def _worst(got: Tensor, want: Tensor, dim: int | None, scale: float | Tensor | N
     want = want.where(plain, torch.zeros_like(want))
     given = given.where(plain, torch.zeros_like(given))
     if scale is None:
+        scale = whole = (want.square().sum() / plain.sum().clamp(min=1)).sqrt()
         if dim is not None and want.ndim:
-            scale = (want.square().sum(dim, keepdim=True) / plain.sum(dim, keepdim=True).clamp(min=1)).sqrt()
-        else:
-            scale = (want.square().sum() / plain.sum().clamp(min=1)).sqrt()
+            own = (want.square().sum(dim, keepdim=True) / plain.sum(dim, keepdim=True).clamp(min=1)).sqrt()
+            scale = own.where(own > 0, whole)
     off = (given - want).abs()
     # 0 / 0 is no error: an exact zero where zero is due.
     relative = torch.where(off == 0, off, off / (want.abs() + scale)).reshape(-1)
