@@ -1,7 +1,8 @@
 """What an op brings for its tests and benchmarks, and the tools to judge it.
 
 An op's file ends with ``CASES = op_cases(...)`` (or a tuple of them). The contract test, the benchmark harness and the
-plots find it there through :func:`all_cases`; no list names the ops.
+plots find it there through :func:`all_cases`; no list names the ops. What is timed only, such as a model's layer around an
+op, is ``TIMED``.
 
 The second half is for any kernel's tests, a user's own too: the rule of closeness (:func:`assert_close`), inputs with
 NaN on both sides (:func:`fenced`), recycled memory full of NaN (:func:`poison`), and the layouts that a tensor may come
@@ -30,6 +31,7 @@ __all__ = [
     "OpCases",
     "Sample",
     "all_cases",
+    "all_timed",
     "as_layout",
     "as_tuple",
     "assert_close",
@@ -73,8 +75,8 @@ class BenchCase:
     ``make(device)`` returns fresh random arguments. The bytes are what the call must move at least, each input read
     once and each output written once; they are what GB/s counts. ``batch`` is the size of dimension 0 where each slice
     along it is independent of the others, so that a check may look at some of them; None means check everything.
-    ``grad_of`` lists the arguments that the backward differentiates. ``flops`` of forward and backward: where it is they that
-    bound the call, and TFLOP/s that count.
+    ``grad_of`` lists the arguments that the backward differentiates; without any there is no backward. ``flops`` of
+    forward and backward: where it is they that bound the call, and TFLOP/s that count.
     """
 
     label: str
@@ -149,14 +151,24 @@ def op_cases(
 
 def all_cases() -> dict[str, OpCases]:
     """The cases of every module of ``tkjit.ops``, by the op's name. A module without ``CASES`` brings none."""
+    return _brought("CASES")
+
+
+def all_timed() -> dict[str, OpCases]:
+    """What the benchmarks time: :func:`all_cases`, and the modules' ``TIMED``, which are no ops that keep the contract."""
+    return _brought("CASES", "TIMED")
+
+
+def _brought(*attributes: str) -> dict[str, OpCases]:
     package = importlib.import_module("tkjit.ops")
     found: dict[str, OpCases] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
-        cases = getattr(importlib.import_module(f"tkjit.ops.{info.name}"), "CASES", ())
-        for op in (cases,) if isinstance(cases, OpCases) else cases:
-            if op.name in found:
-                raise ValueError(f"two ops are named {op.name!r}; the second is in tkjit.ops.{info.name}")
-            found[op.name] = op
+        module = importlib.import_module(f"tkjit.ops.{info.name}")
+        for cases in (getattr(module, attribute, ()) for attribute in attributes):
+            for op in (cases,) if isinstance(cases, OpCases) else cases:
+                if op.name in found:
+                    raise ValueError(f"two ops are named {op.name!r}; the second is in tkjit.ops.{info.name}")
+                found[op.name] = op
     return found
 
 
