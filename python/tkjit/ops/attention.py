@@ -696,13 +696,14 @@ class ScoreMod:
     Args:
         expression: Of ``score``, the scaled score, a float (or double): what it becomes, before the mask is added. It may use the
             ints ``batch``, ``head``, ``query``, ``key`` (indices; of a packed entry counted in the entry), ``q_len``, ``k_len``,
-            the tensors by their names, CUDA's math functions, ``min`` and ``max``.
+            the tensors by their names, CUDA's math functions, ``min`` and ``max``. It is also asked, and the answer dropped, for
+            keys that mask or window hide: an index must lie inside a tensor for every query and key.
         slope: The expression's derivative for ``score``, an expression too; ``"1"`` where something is added. None: it has no
             gradient, and asking for one is an error.
         **tensors: Up to three, contiguous, of float32, float64, int32 or int64: ``name[i]`` is an element. They have no gradient.
 
     Example:
-        >>> mod = ScoreMod("score + bias[head * 32 + min(query - key, 31)]", slope="1", bias=bias)
+        >>> mod = ScoreMod("score + bias[head * 32 + min(max(query - key, 0), 31)]", slope="1", bias=bias)
         >>> tkjit.attention.attend(q, k, v, window=(None, 0), score_mod=mod)
 
     Make it once and keep it: what was compiled is found by it. As FlexAttention's ``score_mod``.
