@@ -42,6 +42,13 @@ def test_attention_is_close_on_the_cpu(root: Path, tmp_path: Path) -> None:
     assert len(errors) == 18 and max(errors) < 0.02, said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it runs there")
+def test_serving_is_close_on_the_cpu(root: Path, tmp_path: Path) -> None:
+    said = example(root, "04_serving.py", tmp_path)
+    errors = [float(number) for number in re.findall(r"\d\.\de[-+]\d\d", said)]
+    assert len(errors) == 3 and max(errors) < 0.02, said
+
+
 def test_the_broken_kernel_is_told_as_readme_shows(root: Path, tmp_path: Path) -> None:
     said = example(root, "02_broken_kernel.py", tmp_path)
     readme = (root / "README.md").read_text()
