@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from tkjit.testing import DTYPE_NAMES, OpCases, all_cases, as_tuple
+from tkjit.testing import DTYPE_NAMES, OpCases, all_timed, as_tuple
 
 
 def arguments(op: OpCases, label: str) -> tuple[tuple, dict, tuple[int, ...], torch.dtype]:
@@ -35,7 +35,7 @@ def milliseconds(call) -> tuple[float, object]:
 
 
 def main(name: str, label: str, direction: str, start: str) -> None:
-    op = all_cases()[name]
+    op = all_timed()[name]
     args, kwargs, grad_of, dtype = arguments(op, label)
     # Not tkjit's time: the allocator's first blocks of this size, and autograd's thread.
     held = [torch.empty_like(args[0]) for _ in range(3)]

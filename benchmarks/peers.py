@@ -85,7 +85,7 @@ def peers_of(op: OpCases) -> list[Peer]:
         "tkjit": Peer("tkjit", *through_autograd(op.public)),
         "copy": Peer("copy", _copy, _copy, checked=False),
         "torch": Peer("torch", *through_autograd(op.reference)),
-        "torch.compile": Peer("torch.compile", *_compiled(op.reference)),
+        "torch.compile": Peer("torch.compile", *made_for(lambda call: compiled(op.reference))),
     }
     for name, ops, maker in _OF_ONE_OP:
         if op.peers_key not in ops:
@@ -120,18 +120,19 @@ def through_autograd(function: Callable[..., Any]) -> Pair:
     return forward, backward
 
 
-def _compiled(function: Callable[..., Any]) -> Pair:
-    """The same under torch.compile, compiled afresh for each shape, as its best case."""
+def made_for(make: Callable[[Call], Callable[..., Any]]) -> Pair:
+    """The same of a function that is made for the call, with whatever it needs beside the arguments."""
+    return lambda call: through_autograd(make(call))[0](call), lambda call: through_autograd(make(call))[1](call)
 
-    def fresh() -> Pair:
-        import torch._functorch.config as functorch
 
-        torch._dynamo.reset()
-        # A graph that is run more than once, as a benchmark does, may not give its buffers away.
-        functorch.donated_buffer = False
-        return through_autograd(torch.compile(function, dynamic=False))
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under torch.compile, compiled afresh for one shape, as its best case."""
+    import torch._functorch.config as functorch
 
-    return lambda call: fresh()[0](call), lambda call: fresh()[1](call)
+    torch._dynamo.reset()
+    # A graph that is run more than once, as a benchmark does, may not give its buffers away.
+    functorch.donated_buffer = False
+    return torch.compile(function, dynamic=False)
 
 
 def _copy(call: Call) -> Thunk:
@@ -224,34 +225,137 @@ def _liger_softmax(key: str) -> Pair:
 
 # --- Attention -----------------------------------------------------------------
 
+SDPA, LAYER = "scaled_dot_product_attention", "multi_head_attention"
+
+
+def _torchs(call: Call) -> Callable[..., Any]:
+    """torch's function of this call; a causal window is a mask that is made ahead."""
+    if call.op.peers_key == LAYER:
+        return call.op.reference
+    function = torch.nn.functional.scaled_dot_product_attention
+    if "window" not in call.kwargs:
+        return function
+    q, k, *_ = call.args
+    seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+    seen = seen.tril().triu(-call.kwargs["window"][0])
+    return lambda q, k, v, **_: function(q, k, v, seen)
+
 
 def _backend(name: str) -> Pair:
-    """One of torch's fused attention backends; the graph that it recorded is differentiated by it too."""
+    """One of torch's own; the graph that it recorded is differentiated by it too."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def function(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with sdpa_kernel(getattr(SDPBackend, name)):
-            return torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+    def make(call: Call) -> Callable[..., Any]:
+        function = _torchs(call)
 
-    return through_autograd(function)
+        def limited(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with sdpa_kernel(getattr(SDPBackend, name)):
+                return function(*args, **kwargs)
+
+        return limited
+
+    return made_for(make)
 
 
-@peer("torch", "scaled_dot_product_attention")
+@peer("torch", SDPA, "attend")
 def _torch_attention(key: str) -> Pair:
     """What torch chooses itself, where the reference is its composite."""
-    return through_autograd(torch.nn.functional.scaled_dot_product_attention)
+    return made_for(_torchs)
 
 
-@peer("flash", "scaled_dot_product_attention")
+@peer("flash", SDPA, LAYER)
 def _flash(key: str) -> Pair:
     return _backend("FLASH_ATTENTION")
 
 
-@peer("cudnn", "scaled_dot_product_attention")
+@peer("cudnn", SDPA, "attend", LAYER)
 def _cudnn(key: str) -> Pair:
     return _backend("CUDNN_ATTENTION")
 
 
-@peer("efficient", "scaled_dot_product_attention")
+@peer("efficient", SDPA, "attend", LAYER)
 def _efficient(key: str) -> Pair:
     return _backend("EFFICIENT_ATTENTION")
+
+
+@peer("math", SDPA, "attend", LAYER)
+def _math(key: str) -> Pair:
+    return _backend("MATH")
+
+
+@peer("torch", "varlen")
+def _jagged(key: str) -> Pair:
+    """Nested tensors, which are made in the call: views of the packed ones."""
+
+    def function(q: Any, k: Any, v: Any, starts: torch.Tensor, *, max_seqlen_q: int, is_causal: bool, **_: Any) -> Any:
+        limits = dict(min_seqlen=1, max_seqlen=max_seqlen_q)
+        q, k, v = (torch.nested.nested_tensor_from_jagged(t, starts, **limits).transpose(1, 2) for t in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        return out.transpose(1, 2).values()
+
+    return through_autograd(function)
+
+
+@peer("flash", "varlen")
+def _flash_varlen(key: str) -> Pair:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def function(q: Any, k: Any, v: Any, starts: Any, *, max_seqlen_q: int, max_seqlen_k: int, is_causal: bool) -> Any:
+        window = (-1, 0 if is_causal else -1)
+        return varlen_attn(q, k, v, starts, starts, max_seqlen_q, max_seqlen_k, window_size=window)
+
+    return through_autograd(function)
+
+
+@peer("flex", SDPA, "attend", "varlen")
+def _flex(key: str) -> Pair:
+    """FlexAttention, compiled; which blocks count is found ahead."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def make(call: Call) -> Callable[..., Any]:
+        (q, k, _, *rest), given = call.args, call.kwargs
+        flex, blocks, seen = compiled(flex_attention), None, None
+        mask = rest[0] if rest and key == SDPA else None
+        if key == "varlen":
+            entry = torch.bucketize(torch.arange(len(q), device=q.device), rest[0], right=True)
+            seen = lambda b, h, i, j: (entry[i] == entry[j]) & (i >= j)  # noqa: E731
+        elif "window" in given:
+            seen = lambda b, h, i, j: (i >= j) & (i - j <= given["window"][0])  # noqa: E731
+        elif given.get("is_causal"):
+            seen = lambda b, h, i, j: i >= j  # noqa: E731
+        elif mask is not None and mask.dtype == torch.bool:
+            seen = lambda b, h, i, j: mask[b, 0, i, j]  # noqa: E731
+        if seen is not None:
+            batch, lengths = None if mask is None else len(mask), (len(q),) * 2
+            lengths = lengths if key == "varlen" else (q.shape[-2], k.shape[-2])
+            blocks = create_block_mask(seen, batch, None, *lengths, device=q.device)
+
+        def function(q: Any, k: Any, v: Any, bias: Any = None, *, enable_gqa: bool = False, **_: Any) -> Any:
+            added = None
+            if bias is not None and bias.dtype != torch.bool:
+                added = lambda score, b, h, i, j: score + bias[b, 0, i, j]  # noqa: E731
+            return flex(q, k, v, added, blocks, enable_gqa=enable_gqa)
+
+        if key != "varlen":
+            return function
+        return lambda q, k, v, *_, **__: function(*(t.transpose(0, 1)[None] for t in (q, k, v)))[0].transpose(0, 1)
+
+    return made_for(make)
+
+
+@peer("flash-attn-4", SDPA, "attend", "varlen")
+def _flash_attn_4(key: str) -> Pair:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    def packed(q: Any, k: Any, v: Any, starts: Any, *, is_causal: bool, **longest: int) -> Any:
+        given = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, causal=is_causal, **longest)
+        return as_tuple(flash_attn_varlen_func(q, k, v, **given))[0]
+
+    def padded(q: Any, k: Any, v: Any, mask: Any = None, *, is_causal: bool = False, **more: Any) -> Any:
+        if mask is not None:
+            raise NotApplicable("no masks")
+        window = more.get("window", (None, None))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        return as_tuple(flash_attn_func(q, k, v, causal=is_causal, window_size=window))[0].transpose(1, 2)
+
+    return through_autograd(packed if key == "varlen" else padded)

@@ -4,8 +4,8 @@
     python benchmarks/run.py softmax --budget 150
     python benchmarks/run.py softmax --all        device, host time a call, first call, import
 
-What is timed comes from the ops (their ``CASES``), whom they are timed beside from peers.py, how from timing.py. Writes
-``benchmarks/results/<op>-<gpu>-<date>.json`` and prints tables.
+What is timed comes from the ops (their ``CASES`` and ``TIMED``), whom they are timed beside from peers.py, how from
+timing.py. Writes ``benchmarks/results/<op>-<gpu>-<date>.json`` and prints tables.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import peers  # noqa: E402
 import report  # noqa: E402
 import timing  # noqa: E402
-from tkjit.testing import DTYPE_NAMES, BenchCase, OpCases, all_cases, as_tuple, closeness, in_float64  # noqa: E402
+from tkjit.testing import DTYPE_NAMES, BenchCase, OpCases, all_timed, as_tuple, closeness, in_float64  # noqa: E402
 
 DIRECTIONS = ("forward", "backward")
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("run.py: no CUDA device: there is nothing to time here", file=sys.stderr)
         return 2
-    found = all_cases()
+    found = all_timed()
     unknown = [name for name in options.op if name not in found]
     if unknown:
         print(f"run.py: no op named {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
@@ -137,7 +137,7 @@ def on_device(op: OpCases, options: argparse.Namespace, clock: timing.Clock) -> 
     entries: list[dict[str, Any]] = []
     cases = selected(op, options)
     for i, case in enumerate(cases):
-        for direction in directions:
+        for direction in directions_of(case, directions):
             if time.monotonic() > options.deadline:
                 not_run = {p.name: {"status": "not run: over the budget"} for p in chosen}
                 entries.append(entry_of(case, direction) | {"peers": not_run})
@@ -145,11 +145,15 @@ def on_device(op: OpCases, options: argparse.Namespace, clock: timing.Clock) -> 
                 entries.append(time_case(op, case, direction, chosen, options.rounds, clock))
         last = i + 1 == len(cases) or (cases[i + 1].group, cases[i + 1].dtype) != (case.group, case.dtype)
         if last:
-            for direction in directions:
+            for direction in directions_of(case, directions):
                 key = (case.group, DTYPE_NAMES[case.dtype], direction)
                 part = [e for e in entries if (e["group"], e["dtype"], e["direction"]) == key]
                 print("\n" + report.device_table(op.name, part), flush=True)
     return entries
+
+
+def directions_of(case: BenchCase, asked: Sequence[str]) -> list[str]:
+    return [direction for direction in asked if direction == "forward" or case.grad_of]
 
 
 def entry_of(case: BenchCase, direction: str) -> dict[str, Any]:
@@ -359,7 +363,8 @@ def on_host(
 def first_calls(op: OpCases, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The first call of the smallest sample, a case in the middle and the longest: cold, and from a warm disk cache."""
     repeats = 1 if options.quick else 3
-    same = [case for case in op.bench if case.dtype == torch.bfloat16] or list(op.bench)
+    both = [case for case in op.bench if case.grad_of]
+    same = [case for case in both if case.dtype == torch.bfloat16] or both
     longest = max(same, key=lambda case: case.x) if same else None
     middle = same[len(same) // 2] if same else None
     labels = list(dict.fromkeys(["small/bf16", *(case.label for case in (middle, longest) if case is not None)]))

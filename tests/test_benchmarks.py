@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -142,6 +143,9 @@ def test_cases_are_found_in_the_modules_of_ops(monkeypatch, tmp_path):
     package.__path__ = [str(tmp_path)]
     monkeypatch.setitem(sys.modules, "tkjit.ops", package)
     assert sorted(testing.all_cases()) == ["a", "b", "c"]
+    sys.modules["tkjit.ops.three"].TIMED = an_op(name="d")
+    assert sorted(testing.all_timed()) == ["a", "b", "c", "d"]
+    assert sorted(testing.all_cases()) == ["a", "b", "c"]
 
 
 # --- Peers --------------------------------------------------------------------
@@ -202,6 +206,54 @@ def test_quack_and_liger_are_called_as_they_take_it(monkeypatch, inner, directio
     entry = run.time_case(op, op.bench[0], direction, chosen, 2, SetClock(), "cpu")
     expected = "n/a: contiguous rows only" if inner else "ok"
     assert {name: p["status"] for name, p in entry["peers"].items()} == {"quack": expected, "liger": expected}
+
+
+def attention_calls():
+    """Of attention and of what is timed beside it; which arguments have gradients."""
+    qkv = [torch.randn(2, 2, 9, 16) for _ in range(3)]
+    bias, seen = torch.randn(2, 1, 9, 9), torch.rand(2, 1, 9, 9) > 0.3
+    yield "scaled_dot_product_attention", testing.Sample("causal", tuple(qkv), {"is_causal": True}), 3
+    yield "scaled_dot_product_attention", testing.Sample("bias", (*qkv, bias)), 4
+    yield "scaled_dot_product_attention", testing.Sample("bool mask", (*qkv, seen)), 3
+    for name, many in (("attend", 3), ("varlen", 3), ("multi_head_attention", 5)):
+        yield name, testing.all_timed()[name].samples("cpu", torch.float32)[0], many
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name, sample, many", [*attention_calls()], ids=lambda v: getattr(v, "label", None))
+def test_peers_of_attention_agree_with_float64(monkeypatch, name, sample, many):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    case = testing.BenchCase(
+        "a", "a", 1, torch.float32, lambda device: sample.args, 64, 64, sample.kwargs, grad_of=tuple(range(many))
+    )
+    op = dataclasses.replace(testing.all_timed()[name], bench=(case,))
+    chosen = [p for p in peers.peers_of(op) if p.name in ("tkjit", "torch", "math", "flex")]
+    assert len(chosen) >= 3
+    lacking = {("flex", "backward")} | {("torch", d) for d in run.DIRECTIONS if name == "varlen"}  # on the CPU
+    for direction in run.DIRECTIONS:
+        some = [p for p in chosen if (p.name, direction) not in lacking]
+        entry = run.time_case(op, case, direction, some, 2, SetClock(), "cpu")
+        assert {n: p["status"] for n, p in entry["peers"].items()} == dict.fromkeys(entry["peers"], "ok")
+
+
+def test_cases_of_attention_count_the_bytes_of_their_tensors():
+    for name in ("scaled_dot_product_attention", "attend", "varlen", "multi_head_attention"):
+        op = testing.all_timed()[name]
+        for case in op.bench:
+            shapes = [t for t in case.make("meta") if t.dtype != torch.int32]
+            read, out = sum(t.nbytes for t in shapes), shapes[0].nbytes
+            assert case.forward_bytes == read + out, case.label
+            assert case.backward_bytes == read + 2 * out + sum(shapes[i].nbytes for i in case.grad_of), case.label
+            assert case.batch in (None, shapes[0].shape[0]) and case.dtype == shapes[0].dtype
+            for t in shapes if case.batch else ():
+                assert t.shape[0] == case.batch, case.label
+
+
+def test_a_case_without_gradients_has_no_backward(capsys):
+    op = an_op(bench=[dataclasses.replace(an_op().bench[0], grad_of=())])
+    options = run.parse(["softmax", "--peer", "torch"])
+    options.deadline = -math.inf
+    assert [entry["direction"] for entry in run.on_device(op, options, SetClock())] == ["forward"]
 
 
 def test_the_copy_moves_the_bytes_that_are_counted():
@@ -342,7 +394,7 @@ def test_what_was_measured_before_a_failure_is_written(monkeypatch, tmp_path):
         raise RuntimeError("lost")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "all_cases", lambda: {"softmax": op})
+    monkeypatch.setattr(run, "all_timed", lambda: {"softmax": op})
     monkeypatch.setattr(run.report, "provenance", lambda name, argv: dict(META))
     monkeypatch.setattr(run, "measure", measure)
     with pytest.raises(RuntimeError, match="lost"):
@@ -582,6 +634,14 @@ def test_small_entries_count_by_their_own_row():
     assert testing.error(got, want) < 1e-6
     assert testing.error(got, want, dim=-1) > 0.1
     assert testing.error(got, want, scale=0.0) == pytest.approx(0.5)
+
+
+def test_a_row_of_zeros_counts_by_the_others():
+    want = torch.tensor([[0.0, 0.0], [1.0, -1.0]], dtype=torch.float64)
+    got = want.float()
+    got[0, 0] = 1e-3
+    assert testing.error(got, want, dim=-1) == pytest.approx(1e-3 / 0.5**0.5)
+    assert testing.error(got[:1], want[:1], dim=-1) == math.inf
 
 
 def test_shape_and_dtype_must_be_torchs():

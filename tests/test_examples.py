@@ -42,8 +42,24 @@ def test_attention_is_close_on_the_cpu(root: Path, tmp_path: Path) -> None:
     assert len(errors) == 18 and max(errors) < 0.02, said
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it runs there")
+def test_serving_is_close_on_the_cpu(root: Path, tmp_path: Path) -> None:
+    said = example(root, "04_serving.py", tmp_path)
+    errors = [float(number) for number in re.findall(r"\d\.\de[-+]\d\d", said)]
+    assert len(errors) == 3 and max(errors) < 0.02, said
+
+
 def test_the_broken_kernel_is_told_as_readme_shows(root: Path, tmp_path: Path) -> None:
     said = example(root, "02_broken_kernel.py", tmp_path)
     readme = (root / "README.md").read_text()
     shown = re.search(r"<!-- broken -->\n```\n(.*?)```\n<!-- /broken -->", readme, re.DOTALL)
     assert shown is not None and shown[1] == said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it is shown for it")
+def test_attention_of_the_readme_runs_on_the_cpu(root: Path) -> None:
+    shown = re.search(r"<!-- attention -->\n```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    assert shown is not None
+    names: dict = {"torch": torch}
+    exec(shown[1].replace('"cuda"', '"cpu"'), names)
+    assert names["o"].shape == (2, 1, 8, 64) and names["lse"].shape == (2, 8, 150)

@@ -1,7 +1,8 @@
 """What an op brings for its tests and benchmarks, and the tools to judge it.
 
 An op's file ends with ``CASES = op_cases(...)`` (or a tuple of them). The contract test, the benchmark harness and the
-plots find it there through :func:`all_cases`; no list names the ops.
+plots find it there through :func:`all_cases`; no list names the ops. What is timed only, such as a model's layer around an
+op, is ``TIMED``.
 
 The second half is for any kernel's tests, a user's own too: the rule of closeness (:func:`assert_close`), inputs with
 NaN on both sides (:func:`fenced`), recycled memory full of NaN (:func:`poison`), and the layouts that a tensor may come
@@ -30,6 +31,7 @@ __all__ = [
     "OpCases",
     "Sample",
     "all_cases",
+    "all_timed",
     "as_layout",
     "as_tuple",
     "assert_close",
@@ -73,8 +75,8 @@ class BenchCase:
     ``make(device)`` returns fresh random arguments. The bytes are what the call must move at least, each input read
     once and each output written once; they are what GB/s counts. ``batch`` is the size of dimension 0 where each slice
     along it is independent of the others, so that a check may look at some of them; None means check everything.
-    ``grad_of`` lists the arguments that the backward differentiates. ``flops`` of forward and backward: where it is they that
-    bound the call, and TFLOP/s that count.
+    ``grad_of`` lists the arguments that the backward differentiates; without any there is no backward. ``flops`` of
+    forward and backward: where it is they that bound the call, and TFLOP/s that count.
     """
 
     label: str
@@ -149,14 +151,24 @@ def op_cases(
 
 def all_cases() -> dict[str, OpCases]:
     """The cases of every module of ``tkjit.ops``, by the op's name. A module without ``CASES`` brings none."""
+    return _brought("CASES")
+
+
+def all_timed() -> dict[str, OpCases]:
+    """What the benchmarks time: :func:`all_cases`, and the modules' ``TIMED``, which are no ops that keep the contract."""
+    return _brought("CASES", "TIMED")
+
+
+def _brought(*attributes: str) -> dict[str, OpCases]:
     package = importlib.import_module("tkjit.ops")
     found: dict[str, OpCases] = {}
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
-        cases = getattr(importlib.import_module(f"tkjit.ops.{info.name}"), "CASES", ())
-        for op in (cases,) if isinstance(cases, OpCases) else cases:
-            if op.name in found:
-                raise ValueError(f"two ops are named {op.name!r}; the second is in tkjit.ops.{info.name}")
-            found[op.name] = op
+        module = importlib.import_module(f"tkjit.ops.{info.name}")
+        for cases in (getattr(module, attribute, ()) for attribute in attributes):
+            for op in (cases,) if isinstance(cases, OpCases) else cases:
+                if op.name in found:
+                    raise ValueError(f"two ops are named {op.name!r}; the second is in tkjit.ops.{info.name}")
+                found[op.name] = op
     return found
 
 
@@ -347,8 +359,9 @@ def error(got: Tensor, want: Tensor, dim: int | None = None, scale: float | Tens
     """The largest ``|got - want| / (|want| + scale)``; infinite where they disagree about NaN, infinities or the shape.
 
     ``scale`` is by default the root mean square of ``want``, along ``dim`` or over all of it, so that an entry far
-    smaller than its neighbours isn't held to digits that the sum over them doesn't have. Give it where the result
-    itself cancels, e.g. a gradient that is zero but for rounding.
+    smaller than its neighbours isn't held to digits that the sum over them doesn't have. Neighbours along ``dim`` that are
+    all zero, such as the gradient of a query that sees one key, have no size of their own: all of it counts. Give it where
+    the result itself cancels, e.g. a gradient that is zero but for rounding.
     """
     return _worst(got, want, dim, scale)[0]
 
@@ -370,10 +383,10 @@ def _worst(got: Tensor, want: Tensor, dim: int | None, scale: float | Tensor | N
     want = want.where(plain, torch.zeros_like(want))
     given = given.where(plain, torch.zeros_like(given))
     if scale is None:
+        scale = whole = (want.square().sum() / plain.sum().clamp(min=1)).sqrt()
         if dim is not None and want.ndim:
-            scale = (want.square().sum(dim, keepdim=True) / plain.sum(dim, keepdim=True).clamp(min=1)).sqrt()
-        else:
-            scale = (want.square().sum() / plain.sum().clamp(min=1)).sqrt()
+            own = (want.square().sum(dim, keepdim=True) / plain.sum(dim, keepdim=True).clamp(min=1)).sqrt()
+            scale = own.where(own > 0, whole)
     off = (given - want).abs()
     # 0 / 0 is no error: an exact zero where zero is due.
     relative = torch.where(off == 0, off, off / (want.abs() + scale)).reshape(-1)

@@ -696,13 +696,14 @@ class ScoreMod:
     Args:
         expression: Of ``score``, the scaled score, a float (or double): what it becomes, before the mask is added. It may use the
             ints ``batch``, ``head``, ``query``, ``key`` (indices; of a packed entry counted in the entry), ``q_len``, ``k_len``,
-            the tensors by their names, CUDA's math functions, ``min`` and ``max``.
+            the tensors by their names, CUDA's math functions, ``min`` and ``max``. It is also asked, and the answer dropped, for
+            keys that mask or window hide: an index must lie inside a tensor for every query and key.
         slope: The expression's derivative for ``score``, an expression too; ``"1"`` where something is added. None: it has no
             gradient, and asking for one is an error.
         **tensors: Up to three, contiguous, of float32, float64, int32 or int64: ``name[i]`` is an element. They have no gradient.
 
     Example:
-        >>> mod = ScoreMod("score + bias[head * 32 + min(query - key, 31)]", slope="1", bias=bias)
+        >>> mod = ScoreMod("score + bias[head * 32 + min(max(query - key, 0), 31)]", slope="1", bias=bias)
         >>> tkjit.attention.attend(q, k, v, window=(None, 0), score_mod=mod)
 
     Make it once and keep it: what was compiled is found by it. As FlexAttention's ``score_mod``.
@@ -965,31 +966,88 @@ def _inputs(device: str, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no keys", heads(1, 2, 4, 0, 8, 8))
 
 
+Tensors = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and type of each
+_QKV, _TOKENS, _COLUMNS = (0, 1, 2), 16384, 2048
+
+
 def _bench() -> Iterator[BenchCase]:
-    """16k tokens and 2048 columns of heads, as FlashAttention's papers have them."""
-    for d, causal in itertools.product((64, 128, 256), (False, True)):
+    """16k tokens and 2048 columns of heads, as FlashAttention's papers have them; other heads, masks, and a step of decoding."""
+    for d, causal in itertools.product((64, 128, 256, 512), (False, True)):
         for length in (512, 1024, 2048, 4096, 8192):
-            shape = (16384 // length, 2048 // d, length, d)
-            size = 2 * math.prod(shape)
-            flops = 4 * math.prod(shape) * length // (2 if causal else 1)
-            group = f"d{d} {'causal' if causal else 'full'}"
-            yield BenchCase(
-                label=f"{group} {'x'.join(map(str, shape))} {DTYPE_NAMES[torch.bfloat16]}",
-                group=group,
-                x=length,
-                dtype=torch.bfloat16,
-                make=functools.partial(_heads_of, shape),
-                forward_bytes=4 * size,
-                backward_bytes=8 * size,
-                kwargs={"is_causal": causal},
-                batch=shape[0],
-                grad_of=(0, 1, 2),
-                flops=(flops, 5 * flops // 2),
-            )
+            yield _square(f"d{d} {'causal' if causal else 'full'}", length, d, is_causal=causal)
+    half = torch.bfloat16
+    masks = (("bool mask", torch.bool, _QKV), ("bias", half, _QKV), ("bias with gradient", half, (*_QKV, 3)))
+    kinds: tuple[tuple[str, int, dict[str, Any]], ...] = (
+        *((f"d{d} full", d, dict(dtype=torch.float32)) for d in (64, 128, 256)),
+        ("32 heads on 8", 128, dict(heads=(32, 8), is_causal=True, enable_gqa=True)),
+        *((f"d{d} {name}", d, dict(mask=mask, grad_of=of)) for d in (64, 128) for name, mask, of in masks),
+    )
+    for group, d, settings in kinds:
+        for length in (1024, 4096):
+            yield _square(group, length, d, **settings)
+    for batch in (1, 32):
+        # Bytes bound it, and nobody differentiates it.
+        tensors = _qkv(batch, (32, 8), 1, 128, half, keys=8192)
+        yield _case("decode, batch", batch, tensors, kwargs={"enable_gqa": True}, batch=batch, grad_of=())
 
 
-def _heads_of(shape: tuple[int, ...], device: str) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(3))
+def _square(
+    group: str,
+    length: int,
+    d: int,
+    *,
+    heads: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    mask: torch.dtype | None = None,
+    grad_of: tuple[int, ...] = _QKV,
+    **kwargs: Any,
+) -> BenchCase:
+    """As many keys as queries; of causal pairs half count, of a mask's all."""
+    batch = _TOKENS // length
+    tensors = _qkv(batch, heads or (_COLUMNS // d,) * 2, length, d, dtype)
+    pairs = batch * tensors[0][0][1] * length * length // (2 if kwargs.get("is_causal") else 1)
+    if mask is not None:
+        tensors += (((batch, 1, length, length), mask),)
+    return _case(group, length, tensors, _flops(pairs, d), kwargs=kwargs, batch=batch, grad_of=grad_of)
+
+
+def _qkv(batch: int, heads: tuple[int, int], length: int, d: int, dtype: torch.dtype, keys: int = 0) -> Tensors:
+    """heads: of q, and of k and v. keys: by default as many as queries."""
+    of_keys = (batch, heads[1], keys or length, d), dtype
+    return ((batch, heads[0], length, d), dtype), of_keys, of_keys
+
+
+def _flops(pairs: int, d: int) -> tuple[int, int]:
+    """Of the two products forward and the five backward, over pairs of a query and a key."""
+    return 4 * pairs * d, 10 * pairs * d
+
+
+def _case(
+    group: str, x: int, tensors: Tensors, flops: tuple[int, int] | None = None, *, make: Any = None, **more: Any
+) -> BenchCase:
+    """The output is as large as the first tensor. The backward reads the inputs, the output and its gradient."""
+    (shape, dtype), *_ = tensors
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in tensors]
+    return BenchCase(
+        label=f"{group} {'x'.join(map(str, shape))} {DTYPE_NAMES[dtype]}",
+        group=group,
+        x=x,
+        dtype=dtype,
+        make=functools.partial(make or _random, tensors),
+        forward_bytes=sum(sizes) + sizes[0],
+        backward_bytes=sum(sizes) + 2 * sizes[0] + sum(sizes[i] for i in more["grad_of"]),
+        flops=flops,
+        **more,
+    )
+
+
+def _random(tensors: Tensors, device: str) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.rand(shape, device=device) > 0.3
+        if dtype == torch.bool
+        else torch.randn(shape, device=device, dtype=torch.float32).to(dtype)
+        for shape, dtype in tensors
+    )
 
 
 def _reference(*args: Any, **kwargs: Any) -> Tensor:
@@ -1006,3 +1064,109 @@ SLACK = (2.0, 10.0)
 CASES = op_cases(
     public=scaled_dot_product_attention, reference=_reference, inputs=_inputs, bench=_bench(), slack=SLACK, dim=-1
 )
+
+
+# --- what is timed beside it: a window, packed sequences, a whole layer ------------------------------------------------
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, *, window: tuple[int, int]) -> Tensor:
+    """attend of as many keys as queries, the window a mask."""
+    return _reference(q, k, v, _within(q, k, None, window[1], -window[0]))
+
+
+def _windows() -> Iterator[BenchCase]:
+    """Causal windows of 1024 keys. Only pairs inside count."""
+    n = 1024
+    for d, length in ((64, 4096), (128, 4096), (128, 8192)):
+        tensors = _qkv(_TOKENS // length, (_COLUMNS // d,) * 2, length, d, torch.bfloat16)
+        batch, heads = tensors[0][0][:2]
+        flops = _flops(batch * heads * (n * length - n * (n - 1) // 2), d)
+        kwargs = {"window": (n - 1, 0)}
+        yield _case(f"d{d} window of {n}", length, tensors, flops, kwargs=kwargs, batch=batch, grad_of=_QKV)
+
+
+_LENGTHS = (4096, 3000, 2500, 2000, 1500, 1300, 900, 500, 300, 160, 128)  # 16k tokens
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *, is_causal: bool = False, **_: Any) -> Tensor:
+    """varlen, a sequence at a time."""
+    parts = itertools.pairwise(starts.tolist())
+    outs = (
+        _reference(*(t[a:b].transpose(0, 1)[None] for t in (q, k, v)), is_causal=is_causal)[0].transpose(0, 1)
+        for a, b in parts
+    )
+    return torch.cat(tuple(outs))
+
+
+def _sequences() -> Iterator[BenchCase]:
+    longest = max(_LENGTHS)
+    kwargs = {"max_seqlen_q": longest, "max_seqlen_k": longest, "is_causal": True}
+    make = functools.partial(_packed_of, _LENGTHS)
+    for d in (64, 128):
+        tensors = (((_TOKENS, _COLUMNS // d, d), torch.bfloat16),) * 3
+        pairs = _COLUMNS // d * sum(n * n for n in _LENGTHS) // 2
+        yield _case(f"d{d} causal", longest, tensors, _flops(pairs, d), make=make, kwargs=kwargs, grad_of=_QKV)
+
+
+def _packed_of(lengths: tuple[int, ...], tensors: Tensors, device: str) -> tuple[Tensor, ...]:
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return *_random(tensors, device), starts
+
+
+def _layer(x: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor, *, heads: int) -> Tensor:
+    """What nn.MultiheadAttention does with a batch."""
+    t, width = x.transpose(0, 1), x.shape[-1]
+    given = (w_in, b_in, None, None, False, 0.0, w_out, b_out)
+    out, _ = torch.nn.functional.multi_head_attention_forward(t, t, t, width, heads, *given, need_weights=False)
+    return out.transpose(0, 1)
+
+
+def _layer_with_ours(*args: Tensor, heads: int) -> Tensor:
+    from ..attention import enabled
+
+    with enabled():
+        return _layer(*args, heads=heads)
+
+
+def _layers() -> Iterator[BenchCase]:
+    batch, length, width = 8, 2048, 1024
+    pairs, products = batch * length * length, 8 * batch * length * width * width
+    flops = products + _flops(pairs, width)[0], 2 * products + _flops(pairs, width)[1]
+    yield _case(
+        "16 heads of 64", length, _layer_tensors(batch, length, width, torch.bfloat16), flops, make=_layer_of,
+        kwargs={"heads": 16}, grad_of=(0, 1, 2, 3, 4),
+    )  # fmt: skip
+
+
+def _layer_tensors(batch: int, length: int, width: int, dtype: torch.dtype) -> Tensors:
+    shapes = ((batch, length, width), (3 * width, width), (3 * width,), (width, width), (width,))
+    return tuple((shape, dtype) for shape in shapes)
+
+
+def _layer_of(tensors: Tensors, device: str) -> tuple[Tensor, ...]:
+    x, *weights = _random(tensors, device)
+    return x, *(w * x.shape[-1] ** -0.5 for w in weights)
+
+
+def _small_window(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample("small", _random(_qkv(1, (2, 2), 6, 8, dtype), device), {"window": (2, 0)})
+
+
+def _small_sequences(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    tensors = (((8, 2, 8), dtype),) * 3
+    kwargs = {"max_seqlen_q": 5, "max_seqlen_k": 5, "is_causal": True}
+    yield Sample("small", _packed_of((5, 3), tensors, device), kwargs)
+
+
+def _small_layer(device: str, dtype: torch.dtype) -> Iterator[Sample]:
+    yield Sample("small", _layer_of(_layer_tensors(2, 5, 16, dtype), device), {"heads": 2})
+
+
+TIMED = (
+    op_cases(public=attend, reference=_masked, inputs=_small_window, bench=_windows(), slack=SLACK, dim=-1),
+    op_cases(public=varlen, reference=_one_by_one, inputs=_small_sequences, bench=_sequences(), slack=SLACK, dim=-1),
+    op_cases(
+        public=_layer_with_ours, reference=_layer, inputs=_small_layer, bench=_layers(), name="multi_head_attention",
+        slack=SLACK, dim=-1,
+    ),
+)  # fmt: skip
