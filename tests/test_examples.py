@@ -49,6 +49,11 @@ def test_serving_is_close_on_the_cpu(root: Path, tmp_path: Path) -> None:
     assert len(errors) == 3 and max(errors) < 0.02, said
 
 
+def test_kernels_of_ones_own_are_right(root: Path, tmp_path: Path) -> None:
+    said = example(root, "05_your_own_kernel.py", tmp_path, TKJIT_EMULATE_CHECK="1")
+    assert said.splitlines() == ["add: right", "gelu: right", "row_sum: right"]
+
+
 def test_the_broken_kernel_is_told_as_readme_shows(root: Path, tmp_path: Path) -> None:
     said = example(root, "02_broken_kernel.py", tmp_path)
     readme = (root / "README.md").read_text()

@@ -47,8 +47,10 @@ TK_DEVICE F normal(F x)
         p = __fmaf_rn(p, t, 0.254829592f);
         const float tail = 0.5f * p * t * tk::exp2(a * a * -1.44269504f);
         return x < 0.0f ? tail : 1.0f - tail;  // NaN: t is
+    } else if constexpr (sizeof(F) == 4) {
+        return 0.5f + 0.5f * erf(x * 0.70710678f);  // fewer instructions than erfc's, and torch's error
     } else {
-        return F(0.5) * erfc(-x * F(M_SQRT1_2));
+        return 0.5 * erfc(-x * M_SQRT1_2);
     }
 }
 

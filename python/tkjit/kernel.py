@@ -58,7 +58,7 @@ class Elementwise:
         parts = (text.name, text.body, repr(text.inputs), repr(text.outputs), text.preamble, grad.key if grad else "")
         digest = hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
         self.key = f"{text.name}_{digest[:12]}"
-        _ops[self.key] = self
+        registered[self.key] = self
         self.raw = planned(_elementwise.planner_of(text))
         op = Op(
             name=text.name,
@@ -157,7 +157,7 @@ class Elementwise:
         return Elementwise(replace(self.text, outputs=outputs), self.grad)
 
 
-_ops: dict[str, Elementwise] = {}
+registered: dict[str, Elementwise] = {}  # by what stands for an op in torch.ops
 
 
 def _require_values(text: Text, args: Sequence[Any]) -> None:
@@ -200,12 +200,12 @@ def _arguments(kinds: str, tensors: Sequence[Any], numbers: Sequence[Any]) -> li
 
 
 def _run(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
-    found = _ops[key].raw(*_arguments(kinds, tensors, numbers))
+    found = registered[key].raw(*_arguments(kinds, tensors, numbers))
     return list(found) if isinstance(found, tuple) else [found]
 
 
 def _fake(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
-    text = _ops[key].text
+    text = registered[key].text
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     strides = _elementwise.output_strides(shape, [_elementwise.expanded(t.shape, t.stride(), shape) for t in tensors])
     specs = [Spec(str(t.dtype).removeprefix("torch."), (1,) * t.dim(), (1,) * t.dim(), -1, 16) for t in tensors]
@@ -223,7 +223,9 @@ def _backward(ctx, grads):
     saved = ctx.saved_tensors
     args = _arguments(ctx.kinds, saved[: ctx.n], ctx.numbers)
     needs = iter(ctx.needs_input_grad[2])
-    found = _ops[ctx.key].gradients(grads, args, saved[ctx.n :], [kind == "t" and next(needs) for kind in ctx.kinds])
+    found = registered[ctx.key].gradients(
+        grads, args, saved[ctx.n :], [kind == "t" and next(needs) for kind in ctx.kinds]
+    )
     # torch counts an empty list as one of tensors, and one of numbers as a single argument.
     return None, None, [g for g, kind in zip(found, ctx.kinds) if kind == "t"], None if ctx.numbers else []
 
@@ -387,7 +389,9 @@ class Kernel:
         CompileError: At the first launch, with the text's own line numbers.
 
     For CPU tensors the kernel runs through the emulator: ``TKJIT_EMULATE_CHECK=1`` finds its races and what it reads or writes
-    outside the tensors. A launch has no gradient: for that, call it in an autograd.Function, or use :func:`elementwise`.
+    outside the tensors. There a template's shared memory is ``tk::shared<Layout>()``: the C++ compiler puts the ``__shared__``
+    variables of a template where the emulator doesn't see them. A launch has no gradient: for that, call it in an
+    autograd.Function, or use :func:`elementwise`.
     """
 
     def __init__(
