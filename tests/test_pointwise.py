@@ -12,6 +12,10 @@ import torch.nn.functional as F
 import tkjit
 from emulate import emulating
 from judge import check
+from tkjit import _elementwise
+from tkjit._device import ARCHS
+from tkjit._plan import Spec
+from tkjit.ops import pointwise
 from tkjit.testing import LAYOUTS, as_layout, fence_intact, fenced
 
 ACTIVATIONS = {
@@ -223,6 +227,17 @@ def test_wrong_calls_are_refused_before_anything_runs() -> None:
         op(x.clone().requires_grad_(), x).sum().backward()
     with pytest.raises(NotImplementedError, match="no kernels for complex64"):
         op(x.to(torch.complex64), x)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_for_every_architecture_and_spill_nothing(arch: str) -> None:
+    for op in (pointwise._add, pointwise._gelu, pointwise._swiglu, pointwise._mish, pointwise._tanh_gelu.grad):
+        for dtype in ("float16", "float32", "float64"):
+            for shape, strides in (((64, 64), (64, 1)), ((5, 7), (9, 1))):
+                given = [2.0 if name == "alpha" else Spec(dtype, shape, strides, 0, 16) for _, name in op.text.inputs]
+                (launch,) = _elementwise.planner_of(op.text)(*given).launches
+                facts = launch.instance.compiled(arch).facts
+                assert facts["spill_stores"] == facts["spill_loads"] == 0, (launch.instance.expression, facts)
 
 
 @pytest.mark.gpu
