@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 import tkjit
 from emulate import emulating
@@ -123,6 +124,18 @@ def test_in_place_bumps_the_version_and_keeps_the_gradient(place: str) -> None:
     tkjit.silu(y, inplace=True).sum().backward()
     (want,) = torch.autograd.grad(F.silu(leaf * 2).sum(), leaf)
     torch.testing.assert_close(leaf.grad, want)
+
+
+def test_in_place_leaves_to_torch_what_a_kernel_may_not_write(place: str) -> None:
+    values = torch.randn(4, 8, device=place)
+    negative = torch.complex(values, values).conj().imag
+    assert negative.is_neg() and torch.equal(tkjit.silu(negative, inplace=True), tkjit.silu(-values))
+    with pytest.raises(RuntimeError, match="more than one element"):
+        tkjit.silu(values[:1].expand(4, 8), inplace=True)
+    mapped = torch.vmap(lambda t: tkjit.silu(t, inplace=True))(values.clone())
+    torch.testing.assert_close(mapped, F.silu(values))
+    with FakeTensorMode():
+        assert tkjit.silu(torch.empty(4, 8, device=place), inplace=True).shape == (4, 8)
 
 
 def test_second_derivatives_are_torchs(place: str) -> None:

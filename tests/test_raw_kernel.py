@@ -128,7 +128,7 @@ def test_a_signature_is_read_from_the_text() -> None:
         "A",
         "B",
     )
-    assert of("__global__ void h(Pair<int, int> p, float* x) {}", "h").written is None  # not counted
+    assert of("__global__ void h(Pair<int, int> p, float* x) {}", "h").writes is None  # not counted
     assert of("no kernel", "f") == _raw.Signature((), None)
 
 
@@ -143,6 +143,8 @@ def test_wrong_launches_are_refused() -> None:
         kernel.launch(1, 32, (None, tkjit.i64(8)))
     with pytest.raises(RuntimeError, match="needs a gradient"):
         kernel.launch(1, 32, (x.clone().requires_grad_(), tkjit.i64(8)))
+    with pytest.raises(RuntimeError, match="memory is not its values"):
+        kernel.launch(1, 32, (torch.ones(8, dtype=torch.complex64).conj().imag, tkjit.i64(8)))
     with pytest.raises(TypeError, match="template parameters BLOCK, given are T"):
         Kernel(ADD_ONE, "add_one", T=torch.float32)
     with pytest.raises(ValueError, match="NUL"):

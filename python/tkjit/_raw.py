@@ -29,11 +29,11 @@ class Signature:
 
     Attributes:
         parameters: Names of the template's parameters, in their order.
-        written: For each of the kernel's own whether it is a pointer through which it may write; None where that can't be read.
+        writes: For each of the kernel's own whether it is a pointer through which it may write; None where that can't be read.
     """
 
     parameters: tuple[str, ...]
-    written: tuple[bool, ...] | None
+    writes: tuple[bool, ...] | None
 
     @classmethod
     def of(cls, source: str, name: str) -> Signature:

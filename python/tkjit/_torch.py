@@ -176,7 +176,7 @@ def write_into(
                 stacklevel=4,
             )
         out.resize_(source.shape)
-    if _may_overlap(out):
+    if may_overlap(out):
         raise RuntimeError(
             f"{name}(): unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
             "Please clone() the tensor before performing the operation."
@@ -184,16 +184,22 @@ def write_into(
     result = compute(out)
     if result is not out:
         out.copy_(result)
-    elif not out.is_inference():  # those have no version
-        torch.autograd.graph.increment_version(out)
+    else:
+        written(out)
     return out
+
+
+def written(tensor: Tensor) -> None:
+    """Tell autograd that a kernel has written to the tensor."""
+    if not tensor.is_inference():  # those have no version
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _has_tangent(tensor: Tensor) -> bool:
     return forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _may_overlap(tensor: Tensor) -> bool:
+def may_overlap(tensor: Tensor) -> bool:
     """Whether two elements may lie in one place: no proof that each dimension steps over all that the smaller ones reach."""
     reach = 0
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride()) if size > 1):

@@ -22,7 +22,7 @@ from ._elementwise import Text
 from ._library import define
 from ._plan import Scalar, Spec, planned
 from ._template import Template
-from ._torch import Op, compiling, filled, routed
+from ._torch import Op, compiling, filled, may_overlap, may_write_directly, routed, written
 
 __all__ = [
     "Elementwise",
@@ -138,13 +138,14 @@ class Elementwise:
         made = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], create_graph=True))
         return [next(made) if need else None for need in needs]
 
-    def into(self, outs: Sequence[Tensor], *args: Any) -> tuple[Tensor, ...]:
-        """Write into given tensors of the result's shape, of any strides and dtype; one may be an input. Without a gradient."""
-        found = self.raw(*args, *outs)
-        for out in outs:
-            if not out.is_inference():  # those have no version
-                torch.autograd.graph.increment_version(out)
-        return found if isinstance(found, tuple) else (found,)
+    def in_place(self, x: Tensor, *numbers: Any) -> Tensor:
+        """Write the output over the first input."""
+        if compiling() or not may_write_directly(x, x) or may_overlap(x):
+            # What the gradient needs of x would be gone: a copy is kept. And torch knows what else may be written to.
+            return x.copy_(self(x.clone(), *numbers))
+        self.raw(x, *numbers, x)
+        written(x)
+        return x
 
     @functools.cache  # noqa: B019  # ops live as long as the program
     def of_outputs(self, wanted: frozenset[str]) -> Elementwise:
@@ -446,9 +447,9 @@ class Kernel:
 
         What a tensor's parameter doesn't declare ``const`` counts as written to: its version goes up.
         """
-        written = self._signature.written
-        if written is not None and len(written) != len(args):
-            raise TypeError(f"{self.name} has {len(written)} parameters, but {len(args)} arguments were given")
+        writes = self._signature.writes
+        if writes is not None and len(writes) != len(args):
+            raise TypeError(f"{self.name} has {len(writes)} parameters, but {len(args)} arguments were given")
         for i, arg in enumerate(args):
             if arg is not None and not isinstance(arg, Tensor | Scalar):
                 raise TypeError(
@@ -457,7 +458,11 @@ class Kernel:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
         if not tensors:
             raise TypeError(f"{self.name}: one argument at least must be a tensor")
-        out = [a for i, a in enumerate(args) if isinstance(a, Tensor) and (written is None or written[i])]
+        if any(t.is_neg() or t.is_conj() for t in tensors):
+            raise RuntimeError(
+                f"{self.name}: a tensor's memory is not its values (torch.resolve_neg, torch.resolve_conj)"
+            )
+        out = [a for i, a in enumerate(args) if isinstance(a, Tensor) and (writes is None or writes[i])]
         if torch.is_grad_enabled() and any(t.requires_grad for t in out):
             raise RuntimeError(
                 f"{self.name}: it may write to a tensor that needs a gradient; use torch.no_grad(), or declare it const"
@@ -470,8 +475,7 @@ class Kernel:
         with torch.no_grad():
             run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
         for t in out:
-            if not t.is_inference():  # those have no version
-                torch.autograd.graph.increment_version(t)
+            written(t)
 
     def _best(self, grid: Any, block: Any, args: Sequence[Any], out: Sequence[Tensor], run: Callable[..., None]) -> int:
         kinds = tuple(

@@ -129,12 +129,7 @@ def _applied(op: Elementwise, x: Tensor, inplace: bool, *numbers: float) -> Tens
     _require_tensor(op.text.name, x)
     if type(x) is Tensor and x.dtype not in _FLOATING:
         return _of_torch(op, x, *numbers)
-    if not inplace:
-        return op(x, *numbers)
-    if torch.is_grad_enabled() and x.requires_grad:
-        # What the gradient needs of x would be gone: a copy is kept.
-        return x.copy_(op(x.clone(), *numbers))
-    return op.into((x,), x, *numbers)[0]
+    return op.in_place(x, *numbers) if inplace else op(x, *numbers)
 
 
 def _of_torch(op: Elementwise, *args: Any) -> Tensor:
