@@ -60,6 +60,21 @@ def device() -> Iterator[str]:
     torch.cuda.empty_cache()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the kernels run: on the CPU, emulated for sm_90a with all checks, or on a GPU."""
+    import torch
+
+    from emulate import emulating
+
+    torch.manual_seed(0)
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    with emulating("sm_90a"):
+        yield "cpu"
+
+
 @pytest.fixture
 def much_memory(device: str) -> Iterator[Callable[[float], None]]:
     """Skip the test unless so many GB are free on the GPU. Tests that ask take turns, also between processes."""

@@ -17,7 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import tkjit
-from emulate import emulating
 from judge import Answer, answer, assert_same, check
 from tkjit import _attention as plans
 from tkjit._plan import Launch, Spec, empty
@@ -28,16 +27,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 HALVES = DTYPES[:2]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32", "fp64"])
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request) -> Any:
-    """Where the kernels run: on the CPU, emulated for sm_90a with all checks, or on a GPU."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with emulating("sm_90a"):
-        yield "cpu"
 
 
 def math_backend(*args: Any, **kwargs: Any) -> Tensor:

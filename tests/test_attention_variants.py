@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tkjit
-from emulate import emulating
 from judge import check
 from test_attention import heads
 from tkjit.attention import ScoreMod, attend, varlen, with_kv_cache
@@ -25,16 +24,6 @@ both_types = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), i
 every_type = pytest.mark.parametrize(
     "dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64), ids=["fp16", "bf16", "fp32", "fp64"]
 )
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request) -> Any:
-    """Where the kernels run: on the CPU, emulated for sm_90a with all checks, or on a GPU."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with emulating("sm_90a"):
-        yield "cpu"
 
 
 def reference(

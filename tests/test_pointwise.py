@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -33,17 +32,6 @@ GATES = {"swiglu": F.silu, "geglu": F.gelu, "reglu": F.relu}
 every_type = pytest.mark.parametrize(
     "dtype", (torch.float16, torch.bfloat16, torch.float32, torch.float64), ids=["fp16", "bf16", "fp32", "fp64"]
 )
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request) -> Any:
-    """Where the kernels run: on the CPU, emulated with all checks, or on a GPU."""
-    torch.manual_seed(0)
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with emulating("sm_90a"):
-        yield "cpu"
 
 
 @every_type

@@ -12,6 +12,8 @@ import tkjit
 from emulate import emulating
 from tkjit import Kernel, _raw
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 SCALE = """
 template <class T, int BLOCK>
 __global__ void scale(T* y, const T* x, float by, long long n)
@@ -26,16 +28,6 @@ __global__ void add_one(float* x, long long n) {
     for (long long i = blockIdx.x * (long long)BLOCK + threadIdx.x; i < n; i += (long long)gridDim.x * BLOCK) { x[i] += 1.0f; }
 }
 """
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request, own_cache) -> Any:
-    """Where the kernels run: on the CPU, emulated with all checks, or on a GPU."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with emulating("sm_90a"):
-        yield "cpu"
 
 
 def test_a_template_of_tile_parameters_runs(place: str) -> None:

@@ -6,6 +6,7 @@ csrc/templates/parts/elementwise.cuh says what the kernel's arguments mean.
 from __future__ import annotations
 
 import functools
+import math
 import re
 import struct as _struct
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 from ._plan import Launch, Spec, i64, plan, u32, u64
 from ._plan import struct as by_value
 from ._rows import ceil_div, power_of_two
-from ._template import CTYPES, Template
+from ._template import CTYPES, Template, without_comments
 
 THREADS = 256  # elementwise::kThreads
 
@@ -58,7 +59,6 @@ class Text:
         if not isinstance(text, str) or not text.strip():
             raise TypeError(f"elementwise(): the text must be CUDA statements, not {text!r}")
         body = text if text.rstrip().endswith((";", "}")) else f"{text};"
-        bare = _bare(body)
         made = declared(body)
         if outputs is not None:
             outs = _declarations("outputs", outputs)
@@ -72,7 +72,11 @@ class Text:
             ins = _declarations("inputs", inputs)
         else:
             known = {what for _, what in (*made, *outs)} | _WORDS
-            found = [word for word in _IDENTIFIER.findall(bare) if word not in known and not word.startswith("M_")]
+            found = [
+                word
+                for word in _IDENTIFIER.findall(without_comments(body))
+                if word not in known and not word.startswith("M_")
+            ]
             ins = tuple(("T", word) for word in dict.fromkeys(found) if not _is_letter(word))
         if not ins:
             raise ValueError(f"elementwise(): {text!r} has no input")
@@ -96,28 +100,23 @@ class Text:
 
     @functools.cached_property
     def template(self) -> Template:
-        parameters = ", ".join([*(f"class {letter}" for letter in self.letters), "bool kFast_"])
+        letters = ", ".join([*(f"class {letter}" for letter in self.letters), "bool kFast_"])
+        # Outputs are of the storage's value type, which a letter may be narrower or wider than.
+        types = ", ".join(f"class Out{i}" for i in range(len(self.outputs)))
         values = [f"[[maybe_unused]] const {_value(kind)} {name}" for kind, name in self.inputs]
-        # Of the storage's value type, which a letter may be narrower or wider than.
-        results = [f"auto& {name}{'_' if self.declares else ''}" for _, name in self.outputs]
+        mark = "_" if self.declares else ""
+        values += [f"Out{i}& {name}{mark}" for i, (_, name) in enumerate(self.outputs)]
         stores = "".join(f"        {name}_ = {name};\n" for _, name in self.outputs if self.declares)
-        source = (
-            '#include "parts/elementwise.cuh"\n'
-            + self.preamble
-            + f"""
+        source = f"""#include "parts/elementwise.cuh"
+{self.preamble}
 namespace elementwise {{
 
-template <{parameters}>
+template <{letters}>
 struct Op {{
     static constexpr bool kFast = kFast_;
 
-    template <class... Results>
-    TK_DEVICE static void apply({", ".join(values)}, Results&... results)
-    {{
-        compute({", ".join(name for _, name in self.inputs)}, results...);
-    }}
-    template <{", ".join(f"class R{i}" for i in range(len(results)))}>
-    TK_DEVICE static void compute({", ".join(values)}, {", ".join(r.replace("auto", f"R{i}", 1) for i, r in enumerate(results))})
+    template <{types}>
+    TK_DEVICE static void apply({", ".join(values)})
     {{
 #line 1 "{self.name}"
 {self.body}
@@ -127,18 +126,12 @@ struct Op {{
 
 }}  // namespace elementwise
 """
-        )
         return Template.from_source(source, self.name, self.body)
-
-
-def _bare(body: str) -> str:
-    """Without comments."""
-    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", body, flags=re.DOTALL)
 
 
 def declared(body: str) -> list[tuple[str, str]]:
     """Type and name of what a text declares with a value."""
-    return [(kind, what) for kind, what in _DECLARED.findall(_bare(body)) if kind not in ("return", "else")]
+    return [(kind, what) for kind, what in _DECLARED.findall(without_comments(body)) if kind not in ("return", "else")]
 
 
 def _is_letter(kind: str) -> bool:
@@ -311,10 +304,7 @@ def launch(
     tensors = [*outs, *(value for value in given if isinstance(value, Spec))]
     dims = _collapsed(shape, [expanded(t.shape, t.strides, shape) for t in tensors])
     c = Config.pick(dims, tensors)
-    vectors = 1
-    for size, _ in dims:
-        vectors *= size
-    vectors //= c.vec
+    vectors = math.prod(size for size, _ in dims) // c.vec
     n_dims = power_of_two(len(dims))
     padded = [(1, (0,) * len(tensors))] * (n_dims - len(dims)) + list(dims)
     sizes = [size for size, _ in padded[:-1]] + [padded[-1][0] // c.vec]
@@ -373,8 +363,7 @@ def types_of(text: Text, given: Sequence[Any]) -> dict[str, str]:
     return found
 
 
-def output_dtypes(text: Text, given: Sequence[Any]) -> list[str]:
-    letters = types_of(text, given)
+def output_dtypes(text: Text, letters: dict[str, str]) -> list[str]:
     return [_dtype(kind, letters) for kind, _ in text.outputs]
 
 
@@ -391,7 +380,7 @@ def planner_of(text: Text) -> Callable[..., Any]:
         shape = broadcast([spec.shape for spec in specs])
         if not outs:
             strides = output_strides(shape, [expanded(spec.shape, spec.strides, shape) for spec in specs])
-            outs = tuple(Spec(dtype, shape, strides, specs[0].device, 16) for dtype in output_dtypes(text, given))
+            outs = tuple(Spec(dtype, shape, strides, specs[0].device, 16) for dtype in output_dtypes(text, letters))
         elif any(out.shape != shape for out in outs):
             raise RuntimeError(f"{text.name}: the output is of {outs[0].shape}, the result of {shape}")
         return plan(outs) if 0 in shape else plan(outs, launch(text, outs, given, letters, shape))

@@ -18,7 +18,7 @@ from typing import Any
 from . import cache
 from ._device import Device
 from ._plan import Scalar, Spec, plan, planned
-from ._template import CTYPES, Instance, Template, digest
+from ._template import CTYPES, Instance, Template, digest, without_comments
 
 _HEAD = '#include "tk/cuda_math.cuh"\n#include "tk/tk.cuh"\n#line 1 "{name}"\n'
 
@@ -37,7 +37,7 @@ class Signature:
 
     @classmethod
     def of(cls, source: str, name: str) -> Signature:
-        bare = re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
+        bare = without_comments(source)
         found = re.search(
             rf"(?:template\s*<([^>]*)>\s*)?(?:extern\s+\"C\"\s*)?__global__[^;{{}}]*?\b{re.escape(name)}\s*\(([^{{}}]*?)\)\s*\{{",
             bare,

@@ -119,7 +119,7 @@ class Instance:
         """One launch in a plan; grid counts blocks, smem is dynamic shared memory in bytes."""
         from ._plan import Launch
 
-        return Launch(self, _three(grid), _three(block), _three(cluster), smem, tuple(args))
+        return Launch(self, three(grid), three(block), three(cluster), smem, tuple(args))
 
     def compiled(self, arch: str, emulated: bool = False) -> _core.Kernel:
         """The kernel's binary for an architecture: from memory, from the cache, or compiled now.
@@ -139,9 +139,14 @@ class Instance:
         return self.compiled(arch)
 
 
-def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
+def three(size: int | Sequence[int]) -> tuple[int, int, int]:
+    """A size in three dimensions."""
     x, y, z = (*((size,) if isinstance(size, int) else tuple(size)), 1, 1, 1)[:3]
-    return (x, y, z)
+    return (int(x), int(y), int(z))
+
+
+def without_comments(source: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL)
 
 
 def key_fields(template: Template, expression: str, options: Sequence[str], version: tuple[int, int]) -> list[str]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from ._device import Device
 from ._elementwise import Text
 from ._library import define
 from ._plan import Scalar, Spec, planned
-from ._template import Template
+from ._template import Template, digest, three
 from ._torch import Op, compiling, filled, may_overlap, may_write_directly, routed, written
 
 __all__ = [
@@ -43,6 +42,8 @@ __all__ = [
 class Elementwise:
     """An op that :func:`elementwise` made. Call it with a tensor or a number for each input."""
 
+    key: str  # what stands for it in torch.ops
+
     def __init__(
         self,
         text: Text,
@@ -52,12 +53,10 @@ class Elementwise:
     ):
         self.text = text
         self.grad = grad
-        self.key: str
         self.composite = composite
         self.__name__ = text.name
         parts = (text.name, text.body, repr(text.inputs), repr(text.outputs), text.preamble, grad.key if grad else "")
-        digest = hashlib.sha256("\x1f".join(parts).encode()).hexdigest()
-        self.key = f"{text.name}_{digest[:12]}"
+        self.key = f"{text.name}_{digest(parts)[:12]}"
         registered[self.key] = self
         self.raw = planned(_elementwise.planner_of(text))
         op = Op(
@@ -158,7 +157,7 @@ class Elementwise:
         return Elementwise(replace(self.text, outputs=outputs), self.grad)
 
 
-registered: dict[str, Elementwise] = {}  # by what stands for an op in torch.ops
+registered: dict[str, Elementwise] = {}  # by key
 
 
 def _require_values(text: Text, args: Sequence[Any]) -> None:
@@ -210,7 +209,7 @@ def _fake(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Te
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     strides = _elementwise.output_strides(shape, [_elementwise.expanded(t.shape, t.stride(), shape) for t in tensors])
     specs = [Spec(str(t.dtype).removeprefix("torch."), (1,) * t.dim(), (1,) * t.dim(), -1, 16) for t in tensors]
-    dtypes = _elementwise.output_dtypes(text, _arguments(kinds, specs, numbers))
+    dtypes = _elementwise.output_dtypes(text, _elementwise.types_of(text, _arguments(kinds, specs, numbers)))
     return [tensors[0].new_empty_strided(shape, strides, dtype=getattr(torch, dtype)) for dtype in dtypes]
 
 
@@ -469,8 +468,8 @@ class Kernel:
             )
 
         def run(i: int, given: Sequence[Any]) -> None:
-            blocks, threads = (_three(s(dict(self.candidates[i])) if callable(s) else s) for s in (grid, block))
-            self._launchers[i](*_raw.flat(blocks, threads, _three(cluster), smem, given))
+            blocks, threads = (three(s(dict(self.candidates[i])) if callable(s) else s) for s in (grid, block))
+            self._launchers[i](*_raw.flat(blocks, threads, three(cluster), smem, given))
 
         with torch.no_grad():
             run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
@@ -481,7 +480,7 @@ class Kernel:
         kinds = tuple(
             (str(a.dtype), *a.shape, *a.stride(), a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args
         )
-        sizes = tuple(None if callable(size) else _three(size) for size in (grid, block))
+        sizes = tuple(None if callable(size) else three(size) for size in (grid, block))
         place = next(a.device for a in args if isinstance(a, Tensor))
         key = (kinds, sizes, place)
         if key in self._chosen:
@@ -524,8 +523,3 @@ def _alike(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     size = a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
     return torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.02 * size, equal_nan=True)
-
-
-def _three(size: Any) -> tuple[int, int, int]:
-    x, y, z = (*((size,) if isinstance(size, int) else tuple(size)), 1, 1, 1)[:3]
-    return int(x), int(y), int(z)
