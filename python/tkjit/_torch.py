@@ -7,7 +7,7 @@ tensor it goes on to the launch plan or to the autograd.Function; every other ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,12 @@ class Op:
     fallback: Callable[..., Any]
     autocast: Callable[..., tuple]
     dtypes: tuple[str, ...] | None = ("float16", "bfloat16", "float32", "float64")
+
+
+def filled(arguments: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """``ctx.arguments`` of an autograd.Function behind :func:`routed`, the tensors in their places."""
+    found = iter(tensors)
+    return [next(found) if given is ... else given for given in arguments]
 
 
 def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callable[..., Op]) -> Callable[..., Any]:
