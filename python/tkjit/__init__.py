@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from . import attention, cache
     from ._warmup import warmup
     from .ops.attention import scaled_dot_product_attention
+    from .ops.layer_norm import layer_norm, rms_norm
     from .ops.softmax import log_softmax, softmax
 
 # name -> the module that holds it
 _LAZY = {
     "attention": "attention",
     "cache": "cache",
+    "layer_norm": "ops.layer_norm",
     "log_softmax": "ops.softmax",
+    "rms_norm": "ops.layer_norm",
     "scaled_dot_product_attention": "ops.attention",
     "softmax": "ops.softmax",
     "warmup": "_warmup",
@@ -37,7 +40,9 @@ __all__ = [
     "__version__",
     "attention",
     "cache",
+    "layer_norm",
     "log_softmax",
+    "rms_norm",
     "scaled_dot_product_attention",
     "softmax",
     "warmup",
