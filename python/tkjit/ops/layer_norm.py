@@ -648,7 +648,7 @@ def _checked(name, input, normalized_shape, weight, bias, residual):
     if not isinstance(normalized_shape, (tuple, list)):
         raise TypeError(f"{what}, not {type(normalized_shape).__name__}")
     for i, size in enumerate(normalized_shape):
-        if not (hasattr(size, "__index__") or isinstance(size, torch.SymInt)) or isinstance(size, bool):
+        if isinstance(size, bool) or not (isinstance(size, int) or hasattr(size, "__index__")):
             raise TypeError(f"{what}, but found element of type {type(size).__name__} at pos {i}")
     shape, dims = tuple(normalized_shape), len(normalized_shape)
     if dims == 0:
