@@ -223,6 +223,29 @@ def _liger_softmax(key: str) -> Pair:
     return checked(forward), checked(backward)
 
 
+# --- Norms ---------------------------------------------------------------------
+
+
+@peer("quack", "rms_norm")
+def _quack_norm(key: str) -> Pair:
+    from quack.rmsnorm import rmsnorm
+
+    return through_autograd(lambda x, shape, weight: rmsnorm(x, weight))
+
+
+@peer("liger", "layer_norm", "rms_norm")
+def _liger_norm(key: str) -> Pair:
+    from liger_kernel.ops import LigerLayerNormFunction, LigerRMSNormFunction
+
+    def layer_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
+
+    def rms_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor) -> torch.Tensor:
+        return LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)  # not in place
+
+    return through_autograd(layer_norm if key == "layer_norm" else rms_norm)
+
+
 # --- Attention -----------------------------------------------------------------
 
 SDPA, LAYER = "scaled_dot_product_attention", "multi_head_attention"

@@ -79,11 +79,11 @@ def chosen(arch: str, everything: bool) -> list[Kernel]:
     return every_nth(full, 60, start) + every_nth(rest, 50, start)
 
 
-def compile_together(arch: str, kernels: list[Kernel]) -> list[tuple[str, int, int, int]]:
+def compile_together(arch: str, kernels: list[Kernel], op: str = "softmax") -> list[tuple[str, int, int, int]]:
     """(mangled name, stack, spilled bytes, registers) of each kernel, from one compile: parsing costs as much as a kernel."""
-    names = [instance(kernel).expression for kernel in kernels]
+    names = [template(op).kernel(name, **parameters).expression for name, parameters in kernels]
     wanted = "".join(f"__device__ auto kernel_{i} = &{name};\n" for i, name in enumerate(names))
-    source = Template.from_source(f"{template('softmax').source}\n{wanted}", "softmax")
+    source = Template.from_source(f"{template(op).source}\n{wanted}", op)
     log = Instance(source, names[0]).compiled(arch).log
     facts = [(name, int(stack), int(out) + int(back), int(used)) for name, stack, out, back, used in FACTS.findall(log)]
     assert len(facts) == len(set(names)), f"{len(facts)} kernels in the compiler's log, {len(set(names))} asked for"

@@ -387,59 +387,12 @@ bwd_cols(Out* dx,      // (n_outer, n_dim, n_inner)
 
 // ---- any strides, any length: two reads ----------------------------------------------------------------------------
 //
-// Columns come in *cells* of kVec elements, cell_stride elements apart: kVec = 1 for any stride, or 16 bytes of a row with
-// unit stride (cell_stride = kVec; the host guarantees the alignment). Four cells a thread are in flight.
-//
 // fwd_any, bwd_any: a team of kTeam threads a row, 256 / kTeam rows a block of 256 threads. fwd_part and bwd_part reduce a
 // *span* of a row's cells (one block of 512) to a value in scratch; fwd_apply and bwd_apply combine a row's values and
 // write a span. The spans are a function of the row's length alone, so a row's bits don't depend on the batch.
 
-constexpr int kAhead = 4;
-
-template <int kTeam, class T, class Out>
-using AnyGeometry = row::Geometry<T, Out, 1, kTeam, (kTeam < 256 ? 256 / kTeam : 1), 1, 1, 1, false, 1>;
-
-// Calls f(cell, vector) for the cells [lo, hi) of this thread, kAhead of them loaded before the first is used.
-template <int kVec, int kTeam, class T, class F>
-TK_DEVICE void for_cells(const T* x, int64_t lo, int64_t hi, int64_t cell_stride, F f)
-{
-    for (int64_t c = lo + threadIdx.x % kTeam; c < hi; c += kTeam * kAhead) {
-        tk::Vec<T, kVec> v[kAhead];
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-            if (c + k * kTeam < hi) {
-                v[k].raw = tk::load_global<kVec * int(sizeof(T))>(x + (c + k * kTeam) * cell_stride);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-            if (c + k * kTeam < hi) {
-                f(c + k * kTeam, v[k]);
-            }
-        }
-    }
-}
-// The same for two inputs.
-template <int kVec, int kTeam, class T, class F>
-TK_DEVICE void for_cells(const T* x, const T* y, int64_t lo, int64_t hi, int64_t x_stride, int64_t y_stride, F f)
-{
-    for (int64_t c = lo + threadIdx.x % kTeam; c < hi; c += kTeam * kAhead) {
-        tk::Vec<T, kVec> v[kAhead], w[kAhead];
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-            if (c + k * kTeam < hi) {
-                v[k].raw = tk::load_global<kVec * int(sizeof(T))>(x + (c + k * kTeam) * x_stride);
-                w[k].raw = tk::load_global<kVec * int(sizeof(T))>(y + (c + k * kTeam) * y_stride);
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) {
-            if (c + k * kTeam < hi) {
-                f(c + k * kTeam, v[k], w[k]);
-            }
-        }
-    }
-}
+using row::AnyGeometry;
+using row::for_cells;
 
 // This thread's (m, s) of the cells [lo, hi), kept as it goes: the sum is rescaled when the maximum grows.
 template <bool kPrecise, int kVec, int kTeam, class T>

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._warmup import warmup
     from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, u32, u64
     from .ops.attention import scaled_dot_product_attention
+    from .ops.layer_norm import layer_norm, rms_norm
     from .ops.pointwise import (
         add,
         copy,
@@ -52,12 +53,14 @@ _LAZY = {
     "gelu": "ops.pointwise",
     "i32": "kernel",
     "i64": "kernel",
+    "layer_norm": "ops.layer_norm",
     "leaky_relu": "ops.pointwise",
     "log_softmax": "ops.softmax",
     "mish": "ops.pointwise",
     "mul": "ops.pointwise",
     "reglu": "ops.pointwise",
     "relu": "ops.pointwise",
+    "rms_norm": "ops.layer_norm",
     "scaled_dot_product_attention": "ops.attention",
     "sigmoid": "ops.pointwise",
     "silu": "ops.pointwise",
@@ -92,12 +95,14 @@ __all__ = [
     "gelu",
     "i32",
     "i64",
+    "layer_norm",
     "leaky_relu",
     "log_softmax",
     "mish",
     "mul",
     "reglu",
     "relu",
+    "rms_norm",
     "scaled_dot_product_attention",
     "sigmoid",
     "silu",

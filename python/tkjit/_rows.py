@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._device import Device
-from ._plan import Spec, i64
+from ._plan import Arg, Launch, Spec, i32, i64, scratch, struct
+from ._template import Instance
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPES = tuple(ITEMSIZE)
@@ -269,6 +270,13 @@ class RowConfig:
     def threads(self) -> int:
         return self.team * self.teams
 
+    def live_blocks(self, device: Device) -> int:
+        """As many as live at once."""
+        # Large clusters find no place on the multiprocessors that their GPC has to spare: of 132, 120 take clusters of 4
+        # and of 8, 112 clusters of 16. A cluster more than that would start when the others are done.
+        sms = device.sms if self.cluster <= 2 else device.sms * 10 // 11
+        return max(sms // self.cluster, 1) * self.cluster * self.blocks_per_sm
+
 
 RING_BYTES = 16 << 20  # of all tensors: below, a kernel is over before a ring pays
 DRAW_BYTES = 64 << 20  # from here on, the counter's memset (some 2 us) is less than what an uneven deal costs
@@ -284,8 +292,10 @@ class RingConfig:
     draws: bool
 
     @classmethod
-    def pick(cls, cfg: RowConfig, layout: Layout, streams: int, device: Device, aligned: bool) -> RingConfig | None:
-        """None where rows are better loaded directly."""
+    def pick(
+        cls, cfg: RowConfig, layout: Layout, streams: int, device: Device, aligned: bool, dealt: bool = False
+    ) -> RingConfig | None:
+        """None where rows are better loaded directly. ``dealt``: rows are dealt out in turn, never drawn."""
         size = layout.tensors[1].itemsize
         # Bulk copies begin with sm_90; a double's exp costs more than its bytes; a small tensor is over before a ring is
         # full.
@@ -300,15 +310,14 @@ class RingConfig:
         chunks = cfg.vecs // cfg.chunk_vecs
         if not cfg.blocks_per_sm:
             return cls(chunks, slot, 0, False)
-        # Large clusters find no place on the multiprocessors that their GPC has to spare: of 132, 120 take clusters of 4
-        # and of 8, 112 clusters of 16. A cluster more than that would start when the others are done.
-        sms = device.sms if cfg.cluster <= 2 else device.sms * 10 // 11
-        blocks = max(sms // cfg.cluster, 1) * cfg.cluster * cfg.blocks_per_sm
+        blocks = cfg.live_blocks(device)
         # All but 16 KB of the shared memory, which the blocks' own slots and barriers need; a drawn row is known one row
-        # ahead, so a ring holds a row at most.
+        # ahead, so a ring holds a row at most. Of rows that are dealt out it holds two (not measured).
         stages = (device.smem_sm - (16 << 10)) // (cfg.blocks_per_sm * cfg.threads // 32 * slot * streams)
         if stages < 1:
             return None
+        if dealt:
+            return cls(min(stages, 2 * chunks), slot, blocks, False)
         return cls(min(stages, chunks), slot, blocks, layout.nbytes >= DRAW_BYTES)
 
 
@@ -329,14 +338,56 @@ class RowKernel:
             return None
         return cls(cfg, RingConfig.pick(cfg, layout, len(inputs), device, aligned))
 
-    def params(self, dtype: str, out_dtype: str, log: bool, dims: int) -> dict[str, Any]:
+    def params(self, dims: int) -> dict[str, Any]:
+        """The template arguments that every kernel on the skeleton ends with."""
         c = self.cfg
         # Blocks that live at once are given the registers for it, where finding a row takes few.
         resident = max(c.blocks_per_sm, 1) if self.ring is not None and dims == 1 else 1
         return dict(
-            T=dtype, Out=out_dtype, kLog=log, kTeam=c.team, kTeams=c.teams, kCluster=c.cluster, kVecs=c.vecs,
-            kChunkVecs=c.chunk_vecs, kRing=self.ring is not None, kVec=c.vec, kResident=resident,
-            kDims=dims,
+            kTeam=c.team, kTeams=c.teams, kCluster=c.cluster, kVecs=c.vecs, kChunkVecs=c.chunk_vecs,
+            kRing=self.ring is not None, kVec=c.vec, kResident=resident, kDims=dims,
+        )  # fmt: skip
+
+    def launch(
+        self,
+        kernel: Instance,
+        layout: Layout,
+        value_bytes: int,
+        tensors: Sequence[Arg],
+        more: Sequence[Arg] = (),
+        spare_extents: int = 0,
+        blocks: int = 0,
+    ) -> Launch:
+        """One launch over the rows of ``layout``.
+
+        Args:
+            value_bytes: Of what a row is reduced to.
+            tensors: The kernel's first arguments.
+            more: Its last ones.
+            spare_extents: Of inputs that the kernel has room for and this call lacks.
+            blocks: That live at once and take row after row, where there is no ring to say it.
+        """
+        c, ring = self.cfg, self.ring
+        _, fields = rows_struct(layout.rows, len(layout.tensors))
+        streams = len(layout.tensors) - 1
+        smem = shared_bytes(c.threads, value_bytes, c.cluster, ring is not None)
+        tiles = ceil_div(layout.n_rows, c.teams)
+        if ring is not None:
+            smem += c.threads // 32 * ring.stages * streams * ring.slot_bytes
+            blocks = ring.blocks
+        if blocks:
+            tiles = min(tiles, max(blocks // c.cluster, 1))
+        return kernel.launch(
+            grid=min(tiles, (2**31 - 1) // c.cluster) * c.cluster,
+            block=c.threads,
+            cluster=c.cluster,
+            smem=smem,
+            args=(
+                *tensors, struct(*fields), i64(layout.n_rows), i32(layout.n),
+                *(i64(layout.extent(i + 1)) for i in range(streams)), *[i64(0)] * spare_extents,
+                i32(ring.stages if ring else 0), i32(ring.slot_bytes if ring else 0),
+                scratch(8, zeroed=True) if ring is not None and ring.draws else None, *more,
+            ),
         )  # fmt: skip
 
 

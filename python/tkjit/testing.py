@@ -15,7 +15,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -249,19 +249,28 @@ def row_bench(
     offset: int = 0,
     forward_passes: int = 2,
     backward_passes: int = 3,
+    arguments: Callable[[Tensor], tuple[Any, ...]] | None = None,
+    grad_of: tuple[int, ...] = (0,),
 ) -> list[BenchCase]:
-    """Cases ``f(x, -1)`` over ``data`` bytes of rows of each width.
+    """Cases ``f(x, -1)``, or ``f(*arguments(x))``, over ``data`` bytes of rows of each width.
 
     ``offset`` starts the tensor that many elements past an aligned address. Passes count how often bytes of x's size
     must move: forward reads x and writes y (2), backward reads dy and one saved tensor and writes dx (3).
     """
-    return [
+    cases = [
         _row_case(
             (max(1, data // (width * dtype.itemsize)), width), -1, dtype, group, offset, forward_passes, backward_passes
         )
         for dtype in dtypes
         for width in widths
     ]
+    if arguments is None:
+        return cases
+
+    def make(case: BenchCase) -> Callable[[str], tuple[Any, ...]]:
+        return lambda device: arguments(case.make(device)[0])
+
+    return [replace(case, make=make(case), grad_of=grad_of) for case in cases]
 
 
 def inner_bench(

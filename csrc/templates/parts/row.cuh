@@ -537,6 +537,25 @@ struct Sum {
     }
 };
 
+// Sums of two values.
+template <class Acc>
+struct Sums {
+    struct alignas(2 * sizeof(Acc)) Value { Acc a, b; };
+
+    TK_DEVICE static Value identity() { return {Acc(0), Acc(0)}; }
+    TK_DEVICE static Value combine(Value v, Value w) { return {v.a + w.a, v.b + w.b}; }
+    template <int kWidth>
+    TK_DEVICE static Value lanes(Value v)
+    {
+#pragma unroll
+        for (int o = kWidth / 2; o > 0; o /= 2) {
+            v.a += tk::shuffle_xor(v.a, o);
+            v.b += tk::shuffle_xor(v.b, o);
+        }
+        return v;
+    }
+};
+
 // Writes a row.
 template <class G>
 struct Writer {
@@ -595,5 +614,57 @@ struct Writer {
         }
     }
 };
+
+// ---- rows that are read from memory more than once -----------------------------------------------------------------
+//
+// Columns come in *cells* of kVec elements, cell_stride elements apart: kVec = 1 for any stride, or 16 bytes of a row with
+// unit stride (cell_stride = kVec; the host guarantees the alignment). Four cells a thread are in flight.
+
+constexpr int kAhead = 4;
+
+template <int kTeam, class T, class Out>
+using AnyGeometry = Geometry<T, Out, 1, kTeam, (kTeam < 256 ? 256 / kTeam : 1), 1, 1, 1, false, 1>;
+
+// Calls f(cell, vector) for the cells [lo, hi) of this thread, kAhead of them loaded before the first is used.
+template <int kVec, int kTeam, class T, class F>
+TK_DEVICE void for_cells(const T* x, int64_t lo, int64_t hi, int64_t cell_stride, F f)
+{
+    for (int64_t c = lo + threadIdx.x % kTeam; c < hi; c += kTeam * kAhead) {
+        tk::Vec<T, kVec> v[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c + k * kTeam < hi) {
+                v[k].raw = tk::load_global<kVec * int(sizeof(T))>(x + (c + k * kTeam) * cell_stride);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c + k * kTeam < hi) {
+                f(c + k * kTeam, v[k]);
+            }
+        }
+    }
+}
+// The same for two inputs.
+template <int kVec, int kTeam, class T, class F>
+TK_DEVICE void for_cells(const T* x, const T* y, int64_t lo, int64_t hi, int64_t x_stride, int64_t y_stride, F f)
+{
+    for (int64_t c = lo + threadIdx.x % kTeam; c < hi; c += kTeam * kAhead) {
+        tk::Vec<T, kVec> v[kAhead], w[kAhead];
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c + k * kTeam < hi) {
+                v[k].raw = tk::load_global<kVec * int(sizeof(T))>(x + (c + k * kTeam) * x_stride);
+                w[k].raw = tk::load_global<kVec * int(sizeof(T))>(y + (c + k * kTeam) * y_stride);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {
+            if (c + k * kTeam < hi) {
+                f(c + k * kTeam, v[k], w[k]);
+            }
+        }
+    }
+}
 
 }  // namespace row

@@ -45,6 +45,13 @@ TK_DEVICE double reciprocal(double v) { return 1.0 / v; }
 TK_DEVICE float tanh(float v) { return ::tanhf(v); }
 TK_DEVICE double tanh(double v) { return ::tanh(v); }
 
+TK_DEVICE float abs(float v) { return ::fabsf(v); }
+TK_DEVICE double abs(double v) { return ::fabs(v); }
+
+// Correctly rounded.
+TK_DEVICE float sqrt(float v) { return ::sqrtf(v); }
+TK_DEVICE double sqrt(double v) { return ::sqrt(v); }
+
 // Natural logarithm, within 2 ulp.
 TK_DEVICE float log(float v) { return ::logf(v); }
 TK_DEVICE double log(double v) { return ::log(v); }

@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .._attention import DMASK, DSINKS, backward, forward, tokens_first
 from .._library import define
-from .._torch import Op, compiling, routed
+from .._torch import Op, compiling, filled, routed
 from ..testing import DTYPE_NAMES, BenchCase, Sample, as_tuple, op_cases
 
 MAX_HEAD_DIM = 512
@@ -101,14 +101,14 @@ _SCHEMA = (
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *tensors):
-        o, stats = forward(*_filled(ctx.arguments, tensors), True)
+        o, stats = forward(*filled(ctx.arguments, tensors), True)
         ctx.save_for_backward(*tensors, o, stats)
         return o
 
     @staticmethod
     def backward(ctx, g):
         *tensors, o, stats = ctx.saved_tensors
-        args = _filled(ctx.arguments, tensors)
+        args = filled(ctx.arguments, tensors)
         places = [i for i, given in enumerate(ctx.arguments) if given is ...]
         needs = dict(zip(places, ctx.needs_input_grad))
         wanted = _wanted([needs.get(i, False) for i in _DIFFERENTIABLE])
@@ -120,12 +120,6 @@ class _Attention(torch.autograd.Function):
 
 
 _DIFFERENTIABLE = tuple(_FIELDS.index(name) for name in ("q", "k", "v", "mask", "sinks"))
-
-
-def _filled(arguments, tensors):
-    """The arguments with the tensors in their places."""
-    tensors = iter(tensors)
-    return [next(tensors) if given is ... else given for given in arguments]
 
 
 def _wanted(needs):

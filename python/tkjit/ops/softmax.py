@@ -48,29 +48,11 @@ def _value_bytes(name: str, layout: Layout) -> int:
     return (2 if name == "fwd" else 1) * (8 if layout.tensors[1].itemsize == 8 else 4)
 
 
-def _row_launch(name: str, log: bool, layout: Layout, k: RowKernel, device: Device) -> Any:
+def _row_launch(name: str, log: bool, layout: Layout, k: RowKernel) -> Any:
     out, *inputs = layout.tensors
-    c, ring = k.cfg, k.ring
-    dims, fields = rows_struct(layout.rows, len(layout.tensors))
-    smem = shared_bytes(c.threads, _value_bytes(name, layout), c.cluster, ring is not None)
-    tiles = ceil_div(layout.n_rows, c.teams)
-    if ring is not None:
-        smem += c.threads // 32 * ring.stages * len(inputs) * ring.slot_bytes
-        if ring.blocks:
-            tiles = min(tiles, ring.blocks // c.cluster)
-    kernel = template("softmax").kernel(name, **k.params(inputs[0].dtype, out.dtype, log, dims))
-    return kernel.launch(
-        grid=min(tiles, (2**31 - 1) // c.cluster) * c.cluster,
-        block=c.threads,
-        cluster=c.cluster,
-        smem=smem,
-        args=(
-            out, *inputs, struct(*fields), i64(layout.n_rows), i32(layout.n),
-            *(i64(layout.extent(i + 1)) for i in range(len(inputs))),
-            i32(ring.stages if ring else 0), i32(ring.slot_bytes if ring else 0),
-            scratch(8, zeroed=True) if ring is not None and ring.draws else None,
-        ),
-    )  # fmt: skip
+    dims, _ = rows_struct(layout.rows, len(layout.tensors))
+    kernel = template("softmax").kernel(name, T=inputs[0].dtype, Out=out.dtype, kLog=log, **k.params(dims))
+    return k.launch(kernel, layout, _value_bytes(name, layout), layout.tensors)
 
 
 def _column_launch(name: str, log: bool, layout: Layout, c: ColumnConfig, device: Device) -> Any:
@@ -139,7 +121,7 @@ def _launches(name: str, log: bool, layout: Layout, device: Device) -> tuple[Any
     if layout.unit and layout.n >= SHORT:
         row = RowKernel.pick(layout, device)
         if row is not None:
-            return (_row_launch(name, log, layout, row, device),)
+            return (_row_launch(name, log, layout, row),)
         return _span_launches(name, log, layout, SpanConfig.pick(layout))
     columns = ColumnConfig.pick(layout, device)
     if columns is not None:
@@ -183,7 +165,7 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
                     for ringed in (False, True) if device.bulk_copy and sizes[0] < 8 else (False,):
                         if cfg is not None:
                             ring = RingConfig(1, 0, 0, False) if ringed else None
-                            yield name, RowKernel(cfg, ring).params(dtype, out_dtype, log, d)
+                            yield name, dict(T=dtype, Out=out_dtype, kLog=log, **RowKernel(cfg, ring).params(d))
             for columns in dict.fromkeys(_column_configs(dtype, out_dtype, streams, device)):
                 yield f"{name}_cols", columns.params(dtype, out_dtype, log, d)
             types = dict(T=dtype, Out=out_dtype)

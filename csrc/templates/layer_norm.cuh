@@ -1,0 +1,607 @@
+// layer_norm and rms_norm over rows of contiguous elements, and their gradients.
+//
+//   fwd   h = x + residual                        kAdd; else h = x. Rounded to T: what is normalized is what is returned
+//         y = (h - mean) * rstd * w + b           rstd = 1 / sqrt(mean((h - mean)^2) + eps); kRms: the mean counts as 0
+//   bwd   dx = rstd * (g - mean(g) - xhat * mean(g * xhat)) + dh         g = dy * w, xhat = (h - mean) * rstd;
+//         dw = sum over rows(dy * xhat)                                  kRms: without mean(g); dh: what came for h
+//         db = sum over rows(dy)
+//
+// w = weight + shift, shift being 1 for a zero-centred weight; 1 and 0 where weight and bias are null.
+//
+// The mean is taken in two steps: mean, rounded, then rest, the mean of h - mean. So neither the variance nor h - mean loses
+// digits when all of a row lies far from 0. Where squares may overflow they are taken of smaller numbers. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows).
+//
+// Bytes: fwd reads x (and residual) and writes y (and h) once. bwd reads dy and x (and dh) and writes dx once; the sums over
+// rows are kept in registers, a block's rows in their order, and go through (blocks, n_cols) partial sums that `total` adds in
+// their order: the same bits every time, without atomics. fwd_wide reads x three times, bwd_wide dy and x twice, and
+// bwd_weight once more, for rows longer than a cluster holds.
+//
+// The host guarantees: nothing is empty; rows are contiguous and reach no element outside the tensors; y, h, dx and dh are
+// contiguous; weight and bias are contiguous and begin on 16 bytes. No output overlaps an input.
+//
+// Template: T element type of everything but W of weight and dw, B of bias and db.
+#include "parts/row.cuh"
+
+namespace layer_norm {
+
+template <class T>
+using Sums = row::Sums<tk::accumulator_t<T>>;
+
+// A parameter's elements [col, col + kVec) plus `shift`, or `shift + none` of a null one. kWhole: all of them are there, in
+// whole vectors.
+template <bool kWhole, int kVec, class P, class Acc>
+TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc shift, Acc none, Acc (&out)[kVec])
+{
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+        out[i] = none;
+    }
+    if (p == nullptr) {
+        return;
+    }
+    if constexpr (kWhole) {
+        if (col < n_cols) {
+            tk::Vec<P, kVec> v;
+            typename tk::Vec<P, kVec>::Acc a[kVec];
+            v.raw = tk::load_global<kVec * int(sizeof(P))>(p + col);
+            v.unpack(a);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                out[i] = Acc(a[i]) + shift;
+            }
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+            if (col + i < n_cols) {
+                out[i] = Acc(tk::to_acc(p[col + i])) + shift;
+            }
+        }
+    }
+}
+
+template <class Acc>
+constexpr Acc kSmall = Acc(1) / (1ull << 40) / (1ull << 40);
+
+// By what a row's h - mean are multiplied before they are squared, from the mean of its |h|: n^2 * mean^2 bounds the sum.
+template <class Acc>
+TK_DEVICE Acc scale_of(Acc size) { return size > Acc(1ull << 40) ? kSmall<Acc> : Acc(1); }
+
+// 1 / sqrt(var + eps) of a row's sums s of (h - mean) * scale and q of their squares. kRms: s is q at a scale of kSmall, for
+// rows whose squares overflow. NaN stays.
+template <bool kRms, class Acc>
+TK_DEVICE Acc inverse_root(Acc s, Acc q, Acc n, Acc scale, Acc eps)
+{
+    const Acc inf = tk::limits<Acc>::inf();
+    if (kRms && q == inf && s < inf) {
+        q = s;
+        scale = kSmall<Acc>;
+    }
+    Acc var = q / n;
+    if constexpr (!kRms) {
+        var -= s / n * (s / n);  // what rounding took from the mean, or gave to it
+        var = var < Acc(0) ? Acc(0) : var;
+    }
+    const Acc whole = var / scale / scale;
+    return whole < inf ? Acc(1) / tk::sqrt(whole + eps) : scale / tk::sqrt(var);
+}
+
+template <class Acc>
+struct Stats {
+    Acc rstd, mean, rest;
+
+    template <bool kRms>
+    TK_DEVICE void save(Acc* to, int64_t r, int64_t n_rows) const
+    {
+        to[r] = rstd;
+        if constexpr (!kRms) {
+            to[n_rows + r] = mean;
+            to[2 * n_rows + r] = rest;
+        }
+    }
+    template <bool kRms>
+    TK_DEVICE static Stats of(const Acc* from, int64_t r, int64_t n_rows)
+    {
+        return {from[r], kRms ? Acc(0) : from[n_rows + r], kRms ? Acc(0) : from[2 * n_rows + r]};
+    }
+    TK_DEVICE Acc normal(Acc h) const { return ((h - mean) - rest) * rstd; }
+};
+
+// ---- rows held in registers ----------------------------------------------------------------------------------------
+//
+// Template: row::Geometry's numbers; kDims outer dims. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of
+// kCluster. extents, stages, slot_bytes, counter: see row::Input.
+
+template <class T, class W, class B, bool kRms, bool kAdd, int kTeam, int kTeams, int kCluster, int kVecs,
+          int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
+__global__ void __launch_bounds__(kTeam * kTeams, kResident)
+fwd(T* y,                         // (n_rows, n_cols)
+    T* h,                         // (n_rows, n_cols); kAdd only
+    tk::accumulator_t<T>* stats,  // (3 or 1, n_rows), or null
+    const T* x,                   // (n_rows, n_cols)
+    const T* residual,            // (n_rows, n_cols); kAdd only
+    const W* weight,              // (n_cols,), or null
+    const B* bias,                // (n_cols,), or null
+    row::Rows<kDims, kAdd ? 3 : 2> rows, int64_t n_rows, int n_cols, int64_t x_extent, int64_t residual_extent,
+    int stages, int slot_bytes, uint64_t* counter, tk::accumulator_t<T> eps, tk::accumulator_t<T> shift)
+{
+    using G = row::Geometry<T, T, kAdd ? 2 : 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
+    using Acc = tk::accumulator_t<T>;
+    using Op = Sums<T>;
+    constexpr int kTensors = kAdd ? 3 : 2;
+
+    auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
+    row::Input<G, kDims> in{{x}, {x_extent}, n_rows, n_cols, stages, slot_bytes, counter};
+    if constexpr (kAdd) {
+        in.base[1] = residual;
+        in.extent[1] = residual_extent;
+    }
+    row::Reader<G, kDims, kTensors, typename Op::Value> reader{shared, in, rows};
+    row::Reducer<G, Op> reduce{shared};
+    reader.begin();
+    for (; reader.more(); reader.next()) {
+        row::Tile<G> t[G::kStreams];
+        reader.load(t, Acc(0));
+        const int64_t r = reader.current();
+        const int cols = r < n_rows ? n_cols : 0;
+        const int64_t at = cols ? rows.template offset<0>(r) : 0;
+        if constexpr (kAdd) {
+#pragma unroll
+            for (int v = 0; v < kVecs; ++v) {
+                Acc a[kVec], b[kVec];
+                t[0].v[v].unpack(a);
+                t[1].v[v].unpack(b);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    a[i] += b[i];
+                }
+                t[0].v[v] = tk::Vec<T, kVec>::pack(a);
+            }
+            const row::Writer<G> out{h + at, cols};
+            out.write([&](int v) { return t[0].v[v]; });
+        }
+
+        Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
+        Acc scale = 1;
+        if constexpr (!kRms) {
+            Acc s[2] = {}, size = 0;
+#pragma unroll
+            for (int v = 0; v < kVecs; ++v) {
+                Acc a[kVec];
+                t[0].v[v].unpack(a);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    s[i % 2] += a[i];  // 0 past the row's end
+                    size += tk::abs(a[i]);
+                }
+            }
+            const auto sums = reduce({s[0] + s[1], size}, reader);
+            of.mean = sums.a / Acc(n_cols);
+            scale = scale_of(sums.b / Acc(n_cols));
+        }
+        Acc s = 0, q[2] = {};
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            Acc a[kVec];
+            t[0].v[v].again().unpack(a);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                if constexpr (!kRms) {
+                    const bool within = G::first_col() + v * G::kStep + (G::kAligned ? 0 : i) < cols;
+                    a[i] = within ? (a[i] - of.mean) * scale : Acc(0);
+                }
+                s += kRms ? a[i] * kSmall<Acc> * (a[i] * kSmall<Acc>) : a[i];
+                q[i % 2] += a[i] * a[i];
+            }
+        }
+        const auto all = reduce({s, q[0] + q[1]}, reader);
+        of.rest = kRms ? Acc(0) : all.a / Acc(n_cols) / scale;
+        of.rstd = inverse_root<kRms>(all.a, all.b, Acc(n_cols), scale, eps);
+
+        if (stats && cols && G::rank() == 0 && G::part() == 0) {
+            of.template save<kRms>(stats, r, n_rows);
+        }
+        const row::Writer<G> out{y + at, cols};
+        out.write([&](int v) {
+            Acc a[kVec], w[kVec], b[kVec];
+            t[0].v[v].template again<1>().unpack(a);
+            parameters<G::kAligned>(weight, G::first_col() + v * G::kStep, cols, shift, Acc(1), w);
+            parameters<G::kAligned>(bias, G::first_col() + v * G::kStep, cols, Acc(0), Acc(0), b);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                a[i] = of.normal(a[i]) * w[i] + b[i];
+            }
+            return tk::Vec<T, kVec>::pack(a);
+        });
+    }
+    reader.end();
+}
+
+// This thread's sums over rows, to its group's row of the partial sums: a group is a team, or the teams of a warp together.
+template <class G, class Acc>
+TK_DEVICE void save_sums(Acc (&sum)[G::kVecs][G::kVec], Acc* partial, int n_cols)
+{
+    constexpr int kGroups = G::kThreads / (G::kTeam < 32 ? 32 : G::kTeam);
+    const int group = int(threadIdx.x) / (G::kTeam < 32 ? 32 : G::kTeam);
+    Acc* to = partial + (G::first_tile() * kGroups + group) * n_cols;
+#pragma unroll
+    for (int v = 0; v < G::kVecs; ++v) {
+#pragma unroll
+        for (int i = 0; i < G::kVec; ++i) {
+#pragma unroll
+            for (int o = G::kLanes; o < 32; o *= 2) {
+                sum[v][i] += tk::shuffle_xor(sum[v][i], o);
+            }
+        }
+        const int col = G::first_col() + v * G::kStep;
+        if (tk::lane() >= G::kLanes) {
+            continue;
+        }
+        if constexpr (G::kAligned) {
+            if (col < n_cols) {
+                tk::store_global<G::kVec * int(sizeof(Acc))>(to + col, tk::Vec<Acc, G::kVec>::pack(sum[v]).raw);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < G::kVec; ++i) {
+                if (col + i < n_cols) {
+                    to[col + i] = sum[v][i];
+                }
+            }
+        }
+    }
+}
+
+// Rows are dealt out in turn, never drawn (counter is null): so a block's sums are of the same rows every time.
+template <class T, class W, bool kRms, bool kDw, bool kDb, int kTeam, int kTeams, int kCluster, int kVecs,
+          int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
+__global__ void __launch_bounds__(kTeam * kTeams, kResident)
+bwd(T* dx,                               // (n_rows, n_cols)
+    tk::accumulator_t<T>* partial_dw,    // (groups of the grid, n_cols); kDw only
+    tk::accumulator_t<T>* partial_db,    // (groups of the grid, n_cols); kDb only
+    const T* dy,                         // (n_rows, n_cols)
+    const T* h,                          // (n_rows, n_cols)
+    const T* dh,                         // (n_rows, n_cols), or null
+    const tk::accumulator_t<T>* stats,   // (3 or 1, n_rows)
+    const W* weight,                     // (n_cols,), or null
+    row::Rows<kDims, 3> rows, int64_t n_rows, int n_cols, int64_t dy_extent, int64_t h_extent, int stages,
+    int slot_bytes, uint64_t* counter, tk::accumulator_t<T> shift)
+{
+    using G = row::Geometry<T, T, 2, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
+    using Acc = tk::accumulator_t<T>;
+    using Op = Sums<T>;
+
+    auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
+    const row::Input<G, kDims> in{{dy, h}, {dy_extent, h_extent}, n_rows, n_cols, stages, slot_bytes, counter};
+    row::Reader<G, kDims, 3, typename Op::Value> reader{shared, in, rows};
+    row::Reducer<G, Op> reduce{shared};
+    Acc dw[kVecs][kVec] = {}, db[kVecs][kVec] = {};
+    reader.begin();
+    for (; reader.more(); reader.next()) {
+        const int64_t r = reader.current();
+        const int cols = r < n_rows ? n_cols : 0;
+        Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
+        if (cols) {
+            of = Stats<Acc>::template of<kRms>(stats, r, n_rows);
+        }
+        row::Tile<G> t[2];
+        reader.load(t, Acc(0));
+
+        Acc s = 0, p = 0;
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            Acc g[kVec], a[kVec], w[kVec];
+            t[0].v[v].unpack(g);  // 0 past the row's end, and so is all it adds
+            t[1].v[v].unpack(a);
+            parameters<G::kAligned>(weight, G::first_col() + v * G::kStep, cols, shift, Acc(1), w);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                a[i] = of.normal(a[i]);
+                if constexpr (kDw) {
+                    dw[v][i] += g[i] * a[i];
+                }
+                if constexpr (kDb) {
+                    db[v][i] += g[i];
+                }
+                g[i] *= w[i];
+                s += g[i];
+                p += g[i] * a[i];
+            }
+        }
+        const auto all = reduce({s, p}, reader);
+        const Acc mean_g = kRms ? Acc(0) : all.a / Acc(n_cols), mean_p = all.b / Acc(n_cols);
+
+        const int64_t at = cols ? rows.template offset<0>(r) : 0;
+        const row::Writer<G> out{dx + at, cols};
+        out.write([&](int v) {
+            const int col = G::first_col() + v * G::kStep;
+            Acc g[kVec], a[kVec], w[kVec];
+            t[0].v[v].again().unpack(g);
+            t[1].v[v].again().unpack(a);
+            parameters<G::kAligned>(weight, col, cols, shift, Acc(1), w);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                g[i] = of.rstd * ((g[i] * w[i] - mean_g) - of.normal(a[i]) * mean_p);
+            }
+            if (dh) {
+                const auto zero = tk::Vec<T, kVec>::filled(Acc(0));
+                const char* more = reinterpret_cast<const char*>(dh + at + col);
+                row::load_vec<G, false, false, !G::kPairs>(more, cols - col, zero).unpack(a);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    g[i] += a[i];
+                }
+            }
+            return tk::Vec<T, kVec>::pack(g);
+        });
+    }
+    reader.end();
+    if constexpr (kDw) {
+        save_sums<G>(dw, partial_dw, n_cols);
+    }
+    if constexpr (kDb) {
+        save_sums<G>(db, partial_db, n_cols);
+    }
+}
+
+// ---- the sums over rows --------------------------------------------------------------------------------------------
+//
+// Launch: blocks of 32 columns, 16 warps; the grid covers the columns.
+
+constexpr int kWarps = 16;
+
+template <class Acc>
+struct Totals { Acc of[kWarps][32]; };
+
+template <class P, class Acc>
+TK_DEVICE void total_of(P* out, const Acc* partial, int64_t n_partial, int64_t n_cols, Totals<Acc>& shared)
+{
+    const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+    const int64_t col = int64_t(blockIdx.x) * 32 + lane;
+    Acc s = 0;
+    if (col < n_cols) {
+        for (int64_t i = warp; i < n_partial; i += kWarps) {
+            s += partial[i * n_cols + col];
+        }
+    }
+    shared.of[warp][lane] = s;
+    tk::sync_block();  // every warp's sum is written
+    if (warp == 0 && col < n_cols) {
+#pragma unroll
+        for (int i = 1; i < kWarps; ++i) {
+            s += shared.of[i][lane];
+        }
+        out[col] = tk::from_acc<P>(tk::accumulator_t<P>(s));
+    }
+    tk::sync_block();  // and read, before the next parameter's
+}
+
+template <class Acc, class W, class B, bool kDw, bool kDb>
+__global__ void __launch_bounds__(32 * kWarps, 1)
+total(W* dw,                  // (n_cols,); kDw only
+      B* db,                  // (n_cols,); kDb only
+      const Acc* partial_dw,  // (n_partial, n_cols); kDw only
+      const Acc* partial_db,  // (n_partial, n_cols); kDb only
+      int64_t n_partial, int64_t n_cols)
+{
+    auto& shared = tk::shared<Totals<Acc>>();
+    if constexpr (kDw) {
+        total_of(dw, partial_dw, n_partial, n_cols, shared);
+    }
+    if constexpr (kDb) {
+        total_of(db, partial_db, n_partial, n_cols, shared);
+    }
+}
+
+// ---- rows longer than a cluster holds ------------------------------------------------------------------------------
+//
+// A block of 512 threads a row. Cells of kVec elements: see row::for_cells.
+
+constexpr int kThreads = 512;
+
+template <class T, class W, class B, bool kRms, bool kAdd, int kVec, int kDims>
+__global__ void __launch_bounds__(kThreads, 1)
+fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
+         T* h,                         // (n_rows, n_cells, kVec); kAdd only
+         tk::accumulator_t<T>* stats,  // (3 or 1, n_rows), or null
+         const T* x,                   // (n_rows, n_cells, kVec)
+         const T* residual,            // (n_rows, n_cells, kVec); kAdd only
+         const W* weight,              // (n_cells, kVec), or null
+         const B* bias,                // (n_cells, kVec), or null
+         row::Rows<kDims, kAdd ? 3 : 2> rows, int64_t n_rows, int64_t n_cells, tk::accumulator_t<T> eps,
+         tk::accumulator_t<T> shift)
+{
+    using G = row::AnyGeometry<kThreads, T, T>;
+    using Acc = tk::accumulator_t<T>;
+    using Op = Sums<T>;
+    using Vec = tk::Vec<T, kVec>;
+    const Acc n = Acc(n_cells * kVec);
+    row::Reducer<G, Op> reduce{tk::shared<row::Shared<G, typename Op::Value>>()};
+    for (int64_t r = blockIdx.x; r < n_rows; r += gridDim.x) {
+        const int64_t at = rows.template offset<0>(r);
+        const T* from = x + rows.template offset<1>(r);
+        if constexpr (kAdd) {
+            // Each thread reads again what it wrote itself.
+            const T* other = residual + rows.template offset<2>(r);
+            row::for_cells<kVec, kThreads>(from, other, 0, n_cells, kVec, kVec,
+                                           [&](int64_t c, const Vec& v, const Vec& w) {
+                Acc a[kVec], b[kVec];
+                v.unpack(a);
+                w.unpack(b);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    a[i] += b[i];
+                }
+                tk::store_global<Vec::kBytes>(h + at + c * kVec, Vec::pack(a).raw);
+            });
+            from = h + at;
+        }
+        Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
+        Acc scale = 1;
+        if constexpr (!kRms) {
+            Acc s = 0, size = 0;
+            row::for_cells<kVec, kThreads>(from, 0, n_cells, kVec, [&](int64_t, const Vec& v) {
+                Acc a[kVec];
+                v.unpack(a);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    s += a[i];
+                    size += tk::abs(a[i]);
+                }
+            });
+            const auto sums = reduce({s, size}, row::NoReader{});
+            of.mean = sums.a / n;
+            scale = scale_of(sums.b / n);
+        }
+        Acc s = 0, q = 0;
+        row::for_cells<kVec, kThreads>(from, 0, n_cells, kVec, [&](int64_t, const Vec& v) {
+            Acc a[kVec];
+            v.unpack(a);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                a[i] = kRms ? a[i] : (a[i] - of.mean) * scale;
+                s += kRms ? a[i] * kSmall<Acc> * (a[i] * kSmall<Acc>) : a[i];
+                q += a[i] * a[i];
+            }
+        });
+        const auto all = reduce({s, q}, row::NoReader{});
+        of.rest = kRms ? Acc(0) : all.a / n / scale;
+        of.rstd = inverse_root<kRms>(all.a, all.b, n, scale, eps);
+        if (stats && threadIdx.x == 0) {
+            of.template save<kRms>(stats, r, n_rows);
+        }
+        row::for_cells<kVec, kThreads>(from, 0, n_cells, kVec, [&](int64_t c, const Vec& v) {
+            Acc a[kVec], w[kVec], b[kVec];
+            v.unpack(a);
+            parameters<true>(weight, c * kVec, n_cells * kVec, shift, Acc(1), w);
+            parameters<true>(bias, c * kVec, n_cells * kVec, Acc(0), Acc(0), b);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                a[i] = of.normal(a[i]) * w[i] + b[i];
+            }
+            tk::store_global<Vec::kBytes>(y + at + c * kVec, Vec::pack(a).raw);
+        });
+    }
+}
+
+template <class T, class W, bool kRms, int kVec, int kDims>
+__global__ void __launch_bounds__(kThreads, 1)
+bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
+         const T* dy,                        // (n_rows, n_cells, kVec)
+         const T* h,                         // (n_rows, n_cells, kVec)
+         const T* dh,                        // (n_rows, n_cells, kVec), or null
+         const tk::accumulator_t<T>* stats,  // (3 or 1, n_rows)
+         const W* weight,                    // (n_cells, kVec), or null
+         row::Rows<kDims, 3> rows, int64_t n_rows, int64_t n_cells, tk::accumulator_t<T> shift)
+{
+    using G = row::AnyGeometry<kThreads, T, T>;
+    using Acc = tk::accumulator_t<T>;
+    using Op = Sums<T>;
+    using Vec = tk::Vec<T, kVec>;
+    const Acc n = Acc(n_cells * kVec);
+    row::Reducer<G, Op> reduce{tk::shared<row::Shared<G, typename Op::Value>>()};
+    for (int64_t r = blockIdx.x; r < n_rows; r += gridDim.x) {
+        const auto of = Stats<Acc>::template of<kRms>(stats, r, n_rows);
+        const int64_t at = rows.template offset<0>(r);
+        const T *grad = dy + rows.template offset<1>(r), *from = h + rows.template offset<2>(r);
+        // g = dy * w and xhat of a cell.
+        auto terms = [&](int64_t c, const Vec& v, const Vec& u, Acc (&g)[kVec], Acc (&a)[kVec]) {
+            Acc w[kVec];
+            v.unpack(g);
+            u.unpack(a);
+            parameters<true>(weight, c * kVec, n_cells * kVec, shift, Acc(1), w);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                g[i] *= w[i];
+                a[i] = of.normal(a[i]);
+            }
+        };
+        Acc s = 0, p = 0;
+        row::for_cells<kVec, kThreads>(grad, from, 0, n_cells, kVec, kVec, [&](int64_t c, const Vec& v, const Vec& u) {
+            Acc g[kVec], a[kVec];
+            terms(c, v, u, g, a);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                s += g[i];
+                p += g[i] * a[i];
+            }
+        });
+        const auto all = reduce({s, p}, row::NoReader{});
+        const Acc mean_g = kRms ? Acc(0) : all.a / n, mean_p = all.b / n;
+        row::for_cells<kVec, kThreads>(grad, from, 0, n_cells, kVec, kVec, [&](int64_t c, const Vec& v, const Vec& u) {
+            Acc g[kVec], a[kVec];
+            terms(c, v, u, g, a);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
+                g[i] = of.rstd * ((g[i] - mean_g) - a[i] * mean_p);
+            }
+            if (dh) {
+                Vec more;
+                more.raw = tk::load_global<Vec::kBytes>(dh + at + c * kVec);
+                more.unpack(a);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    g[i] += a[i];
+                }
+            }
+            tk::store_global<Vec::kBytes>(dx + at + c * kVec, Vec::pack(g).raw);
+        });
+    }
+}
+
+// The partial sums of bwd_wide's rows: a thread has a cell of the columns (blockIdx.x) and every gridDim.y'th row.
+template <class T, bool kRms, bool kDw, bool kDb, int kVec, int kDims>
+__global__ void __launch_bounds__(kThreads, 1)
+bwd_weight(tk::accumulator_t<T>* partial_dw,   // (gridDim.y, n_cells, kVec); kDw only
+           tk::accumulator_t<T>* partial_db,   // (gridDim.y, n_cells, kVec); kDb only
+           const T* dy,                        // (n_rows, n_cells, kVec)
+           const T* h,                         // (n_rows, n_cells, kVec)
+           const tk::accumulator_t<T>* stats,  // (3 or 1, n_rows)
+           row::Rows<kDims, 3> rows, int64_t n_rows, int64_t n_cells)
+{
+    using Acc = tk::accumulator_t<T>;
+    using Vec = tk::Vec<T, kVec>;
+    const int64_t c = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+    if (c >= n_cells) {
+        return;
+    }
+    Acc dw[kVec] = {}, db[kVec] = {};
+    for (int64_t r = blockIdx.y; r < n_rows; r += gridDim.y) {
+        const auto of = Stats<Acc>::template of<kRms>(stats, r, n_rows);
+        Vec v, u;
+        v.raw = tk::load_global<Vec::kBytes>(dy + rows.template offset<1>(r) + c * kVec);
+        u.raw = tk::load_global<Vec::kBytes>(h + rows.template offset<2>(r) + c * kVec);
+        Acc g[kVec], a[kVec];
+        v.unpack(g);
+        u.unpack(a);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) {
+            dw[i] += g[i] * of.normal(a[i]);
+            db[i] += g[i];
+        }
+    }
+    const int64_t at = (blockIdx.y * n_cells + c) * kVec;
+    if constexpr (kDw) {
+        tk::store_global<kVec * int(sizeof(Acc))>(partial_dw + at, tk::Vec<Acc, kVec>::pack(dw).raw);
+    }
+    if constexpr (kDb) {
+        tk::store_global<kVec * int(sizeof(Acc))>(partial_db + at, tk::Vec<Acc, kVec>::pack(db).raw);
+    }
+}
+
+// ---- rows that are not contiguous ----------------------------------------------------------------------------------
+//
+// Their copy, made before the others run. Launch: any grid of any blocks.
+
+template <class T, int kDims>
+__global__ void __launch_bounds__(256)
+dense(T* out,      // (n,)
+      const T* x,  // n elements, a "row" each
+      row::Rows<kDims, 1> at, int64_t n)
+{
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+        out[i] = x[at.template offset<0>(i)];
+    }
+}
+
+}  // namespace layer_norm
