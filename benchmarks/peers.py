@@ -8,7 +8,7 @@ pair takes a :class:`Call` and returns a function without arguments: the thing t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -244,6 +244,60 @@ def _liger_norm(key: str) -> Pair:
         return LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)  # not in place
 
     return through_autograd(layer_norm if key == "layer_norm" else rms_norm)
+
+
+# --- Cross entropy ------------------------------------------------------------
+
+
+def _step(function: Callable[..., Any]) -> Pair:
+    """The backward is timed with its forward, which does some of its work, or all."""
+
+    def backward(call: Call) -> Thunk:
+        args, leaves = call.leaves()
+        return lambda: torch.autograd.grad(as_tuple(function(*args, **call.kwargs)), leaves, call.grads)
+
+    return through_autograd(function)[0], backward
+
+
+@peer("tkjit", "cross_entropy")
+def _tkjit_cross_entropy(key: str) -> Pair:
+    import tkjit
+
+    return _step(tkjit.cross_entropy)
+
+
+@peer("torch", "cross_entropy")
+def _torch_cross_entropy(key: str) -> Pair:
+    return _step(torch.nn.functional.cross_entropy)
+
+
+@peer("torch.compile", "cross_entropy")
+def _compiled_cross_entropy(key: str) -> Pair:
+    def fresh() -> Pair:
+        torch._dynamo.reset()
+        return _step(torch.compile(torch.nn.functional.cross_entropy, dynamic=False))
+
+    return lambda call: fresh()[0](call), lambda call: fresh()[1](call)
+
+
+@peer("quack", "cross_entropy")
+def _quack_cross_entropy(key: str) -> Pair:
+    from quack.cross_entropy import cross_entropy
+
+    return _step(lambda x, target: cross_entropy(x, target, reduction="mean"))
+
+
+@peer("liger", "cross_entropy")
+def _liger_cross_entropy(key: str) -> Pair:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    forward, backward = _step(liger_cross_entropy)
+
+    def on_a_copy(build: Callable[[Call], Thunk]) -> Callable[[Call], Thunk]:
+        # Its gradient is written over the logits, which are the other peers' too.
+        return lambda call: build(replace(call, args=(call.args[0].clone(), *call.args[1:])))
+
+    return on_a_copy(forward), on_a_copy(backward)
 
 
 # --- Attention -----------------------------------------------------------------

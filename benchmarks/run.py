@@ -217,7 +217,9 @@ def make_call(op: OpCases, case: BenchCase, direction: str, device: str) -> peer
     args = case.make(device)
     with torch.no_grad():
         outputs = as_tuple(op.reference(*args, **case.kwargs))
-    grads = tuple(torch.randn_like(o) for o in outputs) if direction == "backward" else ()
+    # A loss' own gradient is 1.
+    grads = tuple(torch.randn_like(o) if o.ndim else torch.ones_like(o) for o in outputs)
+    grads = grads if direction == "backward" else ()
     return peers.Call(op, case, direction, args, outputs, grads)
 
 

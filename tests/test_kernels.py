@@ -47,9 +47,9 @@ FACTS = re.compile(
 Kernel = tuple[str, dict[str, Any]]
 
 
-def instance(kernel: Kernel) -> Instance:
+def instance(kernel: Kernel, op: str = "softmax") -> Instance:
     name, parameters = kernel
-    return template("softmax").kernel(name, **parameters)
+    return template(op).kernel(name, **parameters)
 
 
 def threads(kernel: Kernel) -> int:
@@ -81,7 +81,7 @@ def chosen(arch: str, everything: bool) -> list[Kernel]:
 
 def compile_together(arch: str, kernels: list[Kernel], op: str = "softmax") -> list[tuple[str, int, int, int]]:
     """(mangled name, stack, spilled bytes, registers) of each kernel, from one compile: parsing costs as much as a kernel."""
-    names = [template(op).kernel(name, **parameters).expression for name, parameters in kernels]
+    names = [instance(kernel, op).expression for kernel in kernels]
     wanted = "".join(f"__device__ auto kernel_{i} = &{name};\n" for i, name in enumerate(names))
     source = Template.from_source(f"{template(op).source}\n{wanted}", op)
     log = Instance(source, names[0]).compiled(arch).log

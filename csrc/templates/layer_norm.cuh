@@ -20,7 +20,7 @@
 // contiguous; weight and bias are contiguous and begin on 16 bytes. No output overlaps an input.
 //
 // Template: T element type of everything but W of weight and dw, B of bias and db.
-#include "parts/row.cuh"
+#include "parts/cells.cuh"
 
 namespace layer_norm {
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._warmup import warmup
     from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, u32, u64
     from .ops.attention import scaled_dot_product_attention
+    from .ops.cross_entropy import cross_entropy
     from .ops.layer_norm import layer_norm, rms_norm
     from .ops.pointwise import (
         add,
@@ -45,6 +46,7 @@ _LAZY = {
     "bool_": "kernel",
     "cache": "cache",
     "copy": "ops.pointwise",
+    "cross_entropy": "ops.cross_entropy",
     "elementwise": "kernel",
     "f16": "kernel",
     "f32": "kernel",
@@ -87,6 +89,7 @@ __all__ = [
     "bool_",
     "cache",
     "copy",
+    "cross_entropy",
     "elementwise",
     "f16",
     "f32",

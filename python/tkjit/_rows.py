@@ -357,8 +357,9 @@ class RowKernel:
         more: Sequence[Arg] = (),
         spare_extents: int = 0,
         blocks: int = 0,
+        rows: Layout | None = None,
     ) -> Launch:
-        """One launch over the rows of ``layout``.
+        """One launch over the rows of ``layout``: its output first, then what is streamed.
 
         Args:
             value_bytes: Of what a row is reduced to.
@@ -366,9 +367,10 @@ class RowKernel:
             more: Its last ones.
             spare_extents: Of inputs that the kernel has room for and this call lacks.
             blocks: That live at once and take row after row, where there is no ring to say it.
+            rows: The same rows with the tensors besides that have a value for each of them.
         """
         c, ring = self.cfg, self.ring
-        _, fields = rows_struct(layout.rows, len(layout.tensors))
+        _, fields = rows_struct((rows or layout).rows, len((rows or layout).tensors))
         streams = len(layout.tensors) - 1
         smem = shared_bytes(c.threads, value_bytes, c.cluster, ring is not None)
         tiles = ceil_div(layout.n_rows, c.teams)

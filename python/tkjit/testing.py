@@ -506,7 +506,7 @@ LAYOUTS = ("contiguous", "offset", "transposed", "sliced", "padded", "expanded",
 
 
 def as_layout(name: str, tensor: Tensor) -> Tensor:
-    """``tensor``'s values in another layout; memory that isn't part of it holds NaN.
+    """``tensor``'s values in another layout; memory that isn't part of it holds NaN, or the largest integer.
 
     ``offset``: one element past an aligned address. ``transposed``: the first dimension is the innermost. ``sliced``:
     every second element of the last dimension. ``padded``: rows (last dimension) farther apart than they are long.
@@ -517,14 +517,17 @@ def as_layout(name: str, tensor: Tensor) -> Tensor:
     shape = tuple(tensor.shape)
     if name == "contiguous" or not shape:
         return tensor.clone()
+    hole = True if tensor.dtype == torch.bool else math.nan
+    if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        hole = torch.iinfo(tensor.dtype).max
     if name == "offset":
-        return tensor.new_full((tensor.numel() + 1,), math.nan)[1:].view(shape).copy_(tensor)
+        return tensor.new_full((tensor.numel() + 1,), hole)[1:].view(shape).copy_(tensor)
     if name == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if name == "sliced":
-        return tensor.new_full((*shape[:-1], 2 * shape[-1]), math.nan)[..., ::2].copy_(tensor)
+        return tensor.new_full((*shape[:-1], 2 * shape[-1]), hole)[..., ::2].copy_(tensor)
     if name == "padded":
-        return tensor.new_full((*shape[:-1], shape[-1] + 3), math.nan)[..., : shape[-1]].copy_(tensor)
+        return tensor.new_full((*shape[:-1], shape[-1] + 3), hole)[..., : shape[-1]].copy_(tensor)
     if name == "expanded":
         return tensor[:1].clone().expand(shape)
     if name == "channels_last":
