@@ -15,7 +15,7 @@ from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchErro
 if TYPE_CHECKING:
     from . import attention, cache
     from ._warmup import warmup
-    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, u32, u64
+    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, struct, u32, u64
     from .ops.attention import scaled_dot_product_attention
     from .ops.pointwise import (
         add,
@@ -63,6 +63,7 @@ _LAZY = {
     "silu": "ops.pointwise",
     "softmax": "ops.softmax",
     "softplus": "ops.pointwise",
+    "struct": "kernel",
     "swiglu": "ops.pointwise",
     "tanh": "ops.pointwise",
     "u32": "kernel",
@@ -103,6 +104,7 @@ __all__ = [
     "silu",
     "softmax",
     "softplus",
+    "struct",
     "swiglu",
     "tanh",
     "u32",
