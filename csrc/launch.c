@@ -82,8 +82,7 @@ place_tensors(tk_state *state, launch *l, PyObject *places, PyObject *tensors)
         DLTensor view;
         size_t at = PyLong_AsSize_t(PyTuple_GetItem(places, i));
         PyObject *tensor = PyTuple_GetItem(tensors, i);
-        if (PyErr_Occurred() ||
-            tktensor_views(state, &tensor, 1, &view) < 0) {
+        if (PyErr_Occurred() || tktensor_views(state, &tensor, 1, &view) < 0) {
             return -1;
         }
         if (view.ndim < 0) {

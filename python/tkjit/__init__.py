@@ -13,7 +13,7 @@ from ._core import __version__
 from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchError
 
 if TYPE_CHECKING:
-    from . import attention, cache
+    from . import attention, cache, optim
     from ._warmup import warmup
     from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, struct, u32, u64
     from .ops.attention import scaled_dot_product_attention
@@ -56,6 +56,7 @@ _LAZY = {
     "log_softmax": "ops.softmax",
     "mish": "ops.pointwise",
     "mul": "ops.pointwise",
+    "optim": "optim",
     "reglu": "ops.pointwise",
     "relu": "ops.pointwise",
     "scaled_dot_product_attention": "ops.attention",
@@ -97,6 +98,7 @@ __all__ = [
     "log_softmax",
     "mish",
     "mul",
+    "optim",
     "reglu",
     "relu",
     "scaled_dot_product_attention",
