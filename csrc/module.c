@@ -325,8 +325,8 @@ hostile(PyObject *Py_UNUSED(module), PyObject *args)
 
 PyDoc_STRVAR(
     launch_doc,
-    "launch(kernel, device, grid, block, cluster, smem, blob, offsets, places,\n"
-    "tensors): launch a compiled kernel once, on torch's stream of the device\n"
+    "launch(kernel, device, grid, block, cluster, smem, blob, offsets,\n"
+    "places, tensors): launch a compiled kernel once, on torch's stream of the device\n"
     "(-1: the CPU). The blob has its parameters at the offsets; each tensor's\n"
     "address is written to its place in it.");
 
