@@ -326,9 +326,9 @@ hostile(PyObject *Py_UNUSED(module), PyObject *args)
 PyDoc_STRVAR(
     launch_doc,
     "launch(kernel, device, grid, block, cluster, smem, blob, offsets,\n"
-    "places, tensors): launch a compiled kernel once, on torch's stream of the device\n"
-    "(-1: the CPU). The blob has its parameters at the offsets; each tensor's\n"
-    "address is written to its place in it.");
+    "places, tensors): launch a compiled kernel once, on torch's stream of\n"
+    "the device (-1: the CPU). The blob has its parameters at the offsets;\n"
+    "each tensor's address is written to its place in it.");
 
 static PyObject *
 launch(PyObject *module, PyObject *args)

@@ -370,7 +370,9 @@ class AdamW(torch.optim.AdamW):
         """The parameters that have gradients by the kernel that serves them, and those that none does."""
         buckets: dict[Any, _Bucket] = {}
         left: list[Tensor] = []
-        amsgrad = group["amsgrad"]
+        amsgrad, on_device = group["amsgrad"], bool(group["capturable"] or group["fused"])
+        # To read those of a GPU is to wait for it.
+        tensor_betas = any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"])
         for p in group["params"]:
             g = p.grad
             if g is None:
@@ -381,7 +383,7 @@ class AdamW(torch.optim.AdamW):
             given = (p, g, state["exp_avg"], state["exp_avg_sq"], *((state["max_exp_avg_sq"],) if amsgrad else ()))
             if p.is_complex():
                 given = tuple(map(torch.view_as_real, map(torch.resolve_conj, given)))
-            bucket_of = _key(given, state["step"], group)
+            bucket_of = None if tensor_betas else _key(given, state["step"], on_device)
             if bucket_of is None:
                 left.append(p)
                 continue
@@ -511,7 +513,7 @@ class AdamW(torch.optim.AdamW):
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _key(given: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> Any:
+def _key(given: tuple[Tensor, ...], step: Tensor, on_device: bool) -> Any:
     """(device, dtype, states' dtype, whether steps are counted on the device) of what the kernel takes, else None."""
     p, g, *states = given
     dtype, state_dtype, device = p.dtype, states[0].dtype, p.device
@@ -525,12 +527,9 @@ def _key(given: tuple[Tensor, ...], step: Tensor, group: dict[str, Any]) -> Any:
     for s in states:
         if type(s) is not Tensor or s.stride() != strides or s.dtype != state_dtype or s.device != device:
             return None
-    on_device = bool(group["capturable"] or group["fused"])
     if on_device and (step.device != device or step.dtype != torch.float32):
         return None
     if not on_device and step.device.type != "cpu":
-        return None
-    if any(isinstance(beta, Tensor) and beta.device.type != "cpu" for beta in group["betas"]):
         return None
     return device, dtype, state_dtype, on_device
 
