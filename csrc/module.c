@@ -323,6 +323,19 @@ hostile(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* --- The module ---------------------------------------------------------- */
 
+PyDoc_STRVAR(
+    launch_doc,
+    "launch(kernel, device, grid, block, cluster, smem, blob, offsets,\n"
+    "places, tensors): launch a compiled kernel once, on torch's stream of\n"
+    "the device (-1: the CPU). The blob has its parameters at the offsets;\n"
+    "each tensor's address is written to its place in it.");
+
+static PyObject *
+launch(PyObject *module, PyObject *args)
+{
+    return tklaunch(tk_state_of(module), args);
+}
+
 static PyMethodDef core_methods[] = {
     {"nvrtc_open", nvrtc_open, METH_VARARGS, nvrtc_open_doc},
     {"nvrtc_info", nvrtc_info, METH_NOARGS, nvrtc_info_doc},
@@ -333,6 +346,7 @@ static PyMethodDef core_methods[] = {
     {"stats", stats, METH_NOARGS, stats_doc},
     {"emulator_seed", emulator_seed, METH_O, emulator_seed_doc},
     {"describe", describe, METH_O, describe_doc},
+    {"launch", launch, METH_VARARGS, launch_doc},
     {"route", (PyCFunction)(void (*)(void))route, METH_FASTCALL, route_doc},
 #ifdef TKJIT_HOSTILE
     {"hostile", hostile, METH_VARARGS, hostile_doc},

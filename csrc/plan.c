@@ -473,22 +473,6 @@ run_steps(const tk_plan *p, run *r, tk_error *err)
     return status;
 }
 
-/* The bytes from a tensor's first element to its last. */
-static tk_range
-range_of(const DLTensor *view)
-{
-    uintptr_t begin = (uintptr_t)tktensor_data(view);
-    int64_t size = (view->dtype.bits * view->dtype.lanes + 7) / 8, last = 0;
-
-    for (int i = 0; i < view->ndim; i++) {
-        if (view->shape[i] == 0) {
-            return (tk_range){begin, begin};
-        }
-        last += (view->shape[i] - 1) * view->strides[i];
-    }
-    return (tk_range){begin, begin + (uintptr_t)((last + 1) * size)};
-}
-
 /* The outputs and scratch buffers; the caller owns what stands in `made`, also
  * on failure. */
 static int
@@ -516,7 +500,7 @@ make_buffers(const tk_state *state, const tk_plan *p, PyObject *const *args,
         }
         slots[p->n_args + i] = tktensor_data(&view);
         if (p->device < 0) {
-            r->ranges[p->n_args + i] = range_of(&view);
+            r->ranges[p->n_args + i] = tktensor_range(&view);
         }
     }
     return 0;
@@ -541,8 +525,8 @@ hand_over(const tk_plan *p, PyObject **made)
 
 /* Sets the exception for a failed run; a fault that the emulator found is told
  * with the lines of the kernel's text (python/tkjit/_emulator.py). */
-static void
-raise_failure(tk_state *state, const step *s, tk_error *err)
+void
+tkplan_raise(tk_state *state, PyObject *kernel, tk_error *err)
 {
     PyObject *exception = NULL, *module = NULL;
 
@@ -553,7 +537,7 @@ raise_failure(tk_state *state, const step *s, tk_error *err)
     module = PyImport_ImportModule("tkjit._emulator");
     if (module != NULL) {
         exception =
-            PyObject_CallMethod(module, "fault", "sO", err->message, s->kernel);
+            PyObject_CallMethod(module, "fault", "sO", err->message, kernel);
         Py_DECREF(module);
     }
     if (exception != NULL) {
@@ -580,7 +564,7 @@ tkplan_run(tk_state *state, tk_plan *p, PyObject *const *args,
         bool tensor = views[i].ndim >= 0;
         r.slots[i] = tensor ? tktensor_data(&views[i]) : NULL;
         if (p->device < 0) {
-            r.ranges[i] = tensor ? range_of(&views[i]) : (tk_range){0, 0};
+            r.ranges[i] = tensor ? tktensor_range(&views[i]) : (tk_range){0, 0};
         }
     }
     /* Before torch is asked for memory, which it would refuse less clearly. */
@@ -603,7 +587,7 @@ tkplan_run(tk_state *state, tk_plan *p, PyObject *const *args,
             Py_END_ALLOW_THREADS
         }
         if (status < 0) {
-            raise_failure(state, &p->steps[r.failed_step], &err);
+            tkplan_raise(state, p->steps[r.failed_step].kernel, &err);
             goto done;
         }
         state->stats.launches += (uint64_t)p->n_kernels;

@@ -185,6 +185,21 @@ tktensor_data(const DLTensor *view)
     return view->data == NULL ? NULL : (char *)view->data + view->byte_offset;
 }
 
+tk_range
+tktensor_range(const DLTensor *view)
+{
+    uintptr_t begin = (uintptr_t)tktensor_data(view);
+    int64_t size = (view->dtype.bits * view->dtype.lanes + 7) / 8, last = 0;
+
+    for (int i = 0; i < view->ndim; i++) {
+        if (view->shape[i] == 0) {
+            return (tk_range){begin, begin};
+        }
+        last += (view->shape[i] - 1) * view->strides[i];
+    }
+    return (tk_range){begin, begin + (uintptr_t)((last + 1) * size)};
+}
+
 uint64_t
 tktensor_alignment(const DLTensor *view)
 {

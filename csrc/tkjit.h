@@ -325,6 +325,8 @@ bool tktensor_check(const tk_state *state, PyObject *object);
 int tktensor_view(const tk_state *state, PyObject *tensor, DLTensor *out);
 /* The address of the first element. */
 void *tktensor_data(const DLTensor *view);
+/* The bytes from the first element to the last. */
+tk_range tktensor_range(const DLTensor *view);
 /* The largest power of two up to 16 that divides it. */
 uint64_t tktensor_alignment(const DLTensor *view);
 /* What a planner is told of a tensor: (code, bits, lanes, device type, device,
@@ -405,6 +407,14 @@ void tkplan_release(tk_plan *plan); /* NULL is allowed */
 /* Allocates and launches; returns the outputs, or NULL with an exception. */
 PyObject *tkplan_run(tk_state *state, tk_plan *plan, PyObject *const *args,
                      const DLTensor *views);
+
+/* Sets the exception for a failed launch of the kernel; a fault that the
+ * emulator found is told with the lines of its text (_emulator.py). */
+void tkplan_raise(tk_state *state, PyObject *kernel, tk_error *err);
+
+/* launch.c: _core.launch(); NULL with an exception */
+
+PyObject *tklaunch(tk_state *state, PyObject *args);
 
 /* planned.c: the plans of one op */
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import json
 from typing import Any
 
@@ -64,6 +65,48 @@ def test_a_choice_on_disk_that_is_damaged_is_made_again(place: str, own_cache) -
         assert json.loads(kept.read_text())["best"] in (0, 1)
         kept.write_text(damage)
     assert torch.equal(x, torch.full_like(x, 5))
+
+
+MANY = """
+struct Many { float* y[3]; const float* x[3]; double by; int n[3]; };
+
+__global__ void scale_many(const __grid_constant__ Many a)
+{
+    const int i = blockIdx.x;
+    for (int k = threadIdx.x; k < a.n[i]; k += blockDim.x) { a.y[i][k] = a.x[i][k] * float(a.by); }
+}
+"""
+
+
+def test_a_struct_has_lists_of_tensors_and_of_numbers(place: str) -> None:
+    kernel = Kernel(MANY, "scale_many")
+    xs = [torch.randn(n, device=place) for n in (5, 100)]
+    ys = [torch.zeros_like(x) for x in xs]
+    for by in (2.0, 3.0):
+        sizes = array.array("i", (5, 100, 0))
+        kernel.launch(2, 32, (tkjit.struct([*ys, None], [*xs, None], tkjit.f64(by), sizes, writes=ys),))
+        assert all(torch.equal(y, x * by) for x, y in zip(xs, ys))
+    assert [y._version for y in ys] == [2, 2] and [x._version for x in xs] == [0, 0]
+    leaf = ys[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="needs a gradient"):
+        kernel.launch(1, 32, (tkjit.struct([leaf, None, None], [*xs, None], tkjit.f64(1), sizes, writes=[leaf]),))
+    with pytest.raises(TypeError):
+        kernel.launch(1, 32, (tkjit.struct(xs[0], "x"),))
+    with pytest.raises(NotImplementedError, match="candidates are not tried"):
+        tuned = Kernel(MANY, "scale_many", tune=[{}, {}])
+        tuned.launch(1, 32, (tkjit.struct([*xs, None], [*xs, None], tkjit.f64(1), sizes),))
+
+
+def test_numbers_that_change_make_no_new_plan(place: str) -> None:
+    kernel = Kernel(SCALE, "scale", T=torch.float32, BLOCK=128)
+    x = torch.randn(8, device=place)
+    y = torch.empty_like(x)
+    before = tkjit.cache.stats()
+    for by in range(10):
+        kernel.launch(1, 128, (y, x, tkjit.f32(by), tkjit.i64(8)))
+        assert torch.equal(y, x * by)
+    after = tkjit.cache.stats()
+    assert after["plan_misses"] == before["plan_misses"] and after["launches"] == before["launches"] + 10
 
 
 def test_views_are_written_in_their_places(place: str) -> None:

@@ -13,9 +13,9 @@ from ._core import __version__
 from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchError
 
 if TYPE_CHECKING:
-    from . import attention, cache
+    from . import attention, cache, optim
     from ._warmup import warmup
-    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, u32, u64
+    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, struct, u32, u64
     from .ops.attention import scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy
     from .ops.layer_norm import layer_norm, rms_norm
@@ -60,6 +60,7 @@ _LAZY = {
     "log_softmax": "ops.softmax",
     "mish": "ops.pointwise",
     "mul": "ops.pointwise",
+    "optim": "optim",
     "reglu": "ops.pointwise",
     "relu": "ops.pointwise",
     "rms_norm": "ops.layer_norm",
@@ -68,6 +69,7 @@ _LAZY = {
     "silu": "ops.pointwise",
     "softmax": "ops.softmax",
     "softplus": "ops.pointwise",
+    "struct": "kernel",
     "swiglu": "ops.pointwise",
     "tanh": "ops.pointwise",
     "u32": "kernel",
@@ -103,6 +105,7 @@ __all__ = [
     "log_softmax",
     "mish",
     "mul",
+    "optim",
     "reglu",
     "relu",
     "rms_norm",
@@ -111,6 +114,7 @@ __all__ = [
     "silu",
     "softmax",
     "softplus",
+    "struct",
     "swiglu",
     "tanh",
     "u32",

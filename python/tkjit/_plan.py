@@ -329,11 +329,15 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     return (index, tuple(outputs), tuple(buffers), tuple(steps))
 
 
-def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tuple:
-    if launch.smem > device.smem_block:
+def require_shared_memory(instance: Instance, smem: int, device: Device) -> None:
+    if smem > device.smem_block:
         raise LaunchError(
-            f"{launch.instance.expression} wants {launch.smem} bytes of shared memory, a block of this GPU has {device.smem_block}"
+            f"{instance.expression} wants {smem} bytes of shared memory, a block of this GPU has {device.smem_block}"
         )
+
+
+def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tuple:
+    require_shared_memory(launch.instance, launch.smem, device)
     kernel = launch.instance.compiled(device.arch, device.emulated)
     parameters = _Parameters(slots)
     for arg in launch.args:

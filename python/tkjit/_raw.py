@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import os
 import re
-import sys
+import struct
 import tempfile
 import time
 import warnings
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache
+from . import _core, _env, cache
 from ._device import Device
-from ._plan import Scalar, Spec, plan, planned
+from ._plan import Scalar, require_shared_memory
 from ._template import CTYPES, Instance, Template, digest, without_comments
 
 _HEAD = '#include "tk/cuda_math.cuh"\n#include "tk/tk.cuh"\n#line 1 "{name}"\n'
@@ -67,32 +68,88 @@ def template_of(source: str, name: str) -> Template:
     return Template.from_source(_HEAD.format(name=name) + source, name, source)
 
 
-def launcher(instance: Instance) -> Callable[..., Any]:
-    """The raw op of one kernel: (grid, block, cluster, smem), the scalars' formats, then the arguments."""
+class Struct:
+    """What a kernel takes as one struct by value; see :func:`tkjit.struct`."""
 
-    def planner(
-        gx: int, gy: int, gz: int, bx: int, by: int, bz: int, cx: int, cy: int, cz: int, smem: int, *args: Any
-    ) -> Any:
-        formats, *values = args
-        taken = [
-            value if kind == "t" else None if kind == "0" else Scalar(kind, value % 2**64 if kind == "Q" else value)
-            for kind, value in zip(formats, values)
-        ]
-        first = next(value for value in values if isinstance(value, Spec))
-        return plan(first, instance.launch((gx, gy, gz), (bx, by, bz), taken, (cx, cy, cz), smem))
+    def __init__(self, fields: Sequence[Any], writes: Sequence[Any]) -> None:
+        self.fields, self.writes = tuple(fields), tuple(writes)
 
-    planner.__name__ = instance.template.name
-    return planned(planner)
+    def __repr__(self) -> str:
+        return f"tkjit.struct of {len(self.fields)} fields"
 
 
-def flat(grid: Sequence[int], block: Sequence[int], cluster: Sequence[int], smem: int, args: Sequence[Any]) -> tuple:
-    """The arguments of a launcher."""
-    formats = "".join("0" if a is None else a.format if isinstance(a, Scalar) else "t" for a in args)
-    values = [
-        (a.value - 2**64 if a.format == "Q" and a.value >= 2**63 else a.value) if isinstance(a, Scalar) else a
-        for a in args
-    ]
-    return (*grid, *block, *cluster, smem, sys.intern(formats), *values)
+class Parameters:
+    """A kernel's parameters as bytes, and the tensors whose addresses belong in them."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self.blob = bytearray()
+        self.offsets: list[int] = []
+        self.places: list[int] = []
+        self.tensors: list[Any] = []
+        for arg in args:
+            if isinstance(arg, Struct):
+                widest = max(map(_alignment, arg.fields), default=1)
+                self.offsets.append(self._align(widest))
+                for field in arg.fields:
+                    self._add(field)
+                self._align(widest)
+            else:
+                self.offsets.append(self._align(_alignment(arg)))
+                self._add(arg)
+
+    def _align(self, to: int) -> int:
+        self.blob += bytes(-len(self.blob) % to)
+        return len(self.blob)
+
+    def _add(self, item: Any) -> None:
+        at = self._align(_alignment(item))
+        if isinstance(item, Scalar):
+            self.blob += struct.pack(f"={item.format}", item.value)
+        elif isinstance(item, list | tuple):
+            for i, one in enumerate(item):
+                if one is not None:
+                    self.places.append(at + 8 * i)
+                    self.tensors.append(one)
+            self.blob += bytes(8 * len(item))
+        elif item is None:
+            self.blob += bytes(8)
+        elif isinstance(item, _BUFFERS):
+            self.blob += memoryview(item).cast("B")
+        else:
+            self.places.append(at)
+            self.tensors.append(item)
+            self.blob += bytes(8)
+
+
+_BUFFERS = (bytes, bytearray, memoryview, array.array)
+
+
+def _alignment(item: Any) -> int:
+    if isinstance(item, Scalar):
+        return struct.calcsize(f"={item.format}")
+    return memoryview(item).itemsize if isinstance(item, _BUFFERS) else 8
+
+
+def launcher(instance: Instance) -> Callable[..., None]:
+    """What launches one kernel: (device, grid, block, cluster, smem, parameters)."""
+    loaded: dict[int, Any] = {}  # by device, of GPUs: what the emulator stands for may change
+
+    def launch(device: int, grid: Any, block: Any, cluster: Any, smem: int, given: Parameters) -> None:
+        kernel = loaded.get(device)
+        if kernel is None or smem > 48 << 10:
+            facts = Device.of(device)
+            require_shared_memory(instance, smem, facts)
+            if device < 0:
+                _core.emulator_seed(_env.number("TKJIT_EMULATE_SEED", 0))
+            kernel = instance.compiled(facts.arch, facts.emulated)
+            if device >= 0:
+                loaded[device] = kernel
+        _core.launch(
+            kernel, device, grid, block, cluster, smem, bytes(given.blob), tuple(given.offsets), tuple(given.places),
+            tuple(given.tensors),
+        )  # fmt: skip
+
+    return launch
 
 
 # --- tuning ----------------------------------------------------------------------------------------------------------

@@ -189,10 +189,10 @@ def write_into(
     return out
 
 
-def written(tensor: Tensor) -> None:
-    """Tell autograd that a kernel has written to the tensor."""
-    if not tensor.is_inference():  # those have no version
-        torch.autograd.graph.increment_version(tensor)
+def written(*tensors: Tensor) -> None:
+    """Tell autograd that a kernel has written to the tensors."""
+    # Those of inference mode have no version.
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _has_tangent(tensor: Tensor) -> bool:

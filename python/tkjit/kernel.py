@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import operator
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from struct import error as struct_error
+from struct import pack, unpack
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 from . import _elementwise, _raw
 from ._device import Device
 from ._elementwise import Text
+from ._errors import DeviceError
 from ._library import define
 from ._plan import Scalar, Spec, planned
+from ._raw import Struct
 from ._template import Template, digest, three
 from ._torch import Op, compiling, filled, may_overlap, may_write_directly, routed, written
 
@@ -34,6 +37,7 @@ __all__ = [
     "f64",
     "i32",
     "i64",
+    "struct",
     "u32",
     "u64",
 ]
@@ -328,19 +332,19 @@ def _scalar(name: str, format: str, kind: str, doc: str) -> Callable[[Any], Scal
         if name == "bool_":
             return Scalar("?", bool(given))
         if name == "bf16":
-            bits = int.from_bytes(struct.pack("=f", given), "little")
+            bits = int.from_bytes(pack("=f", given), "little")
             # To nearest, ties to even; a NaN stays one.
             rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 if given == given else bits >> 16 | 0x40
             return Scalar("H", rounded)
         try:
-            data = struct.pack(f"={format}", given)
-        except (struct.error, OverflowError):
+            data = pack(f"={format}", given)
+        except (struct_error, OverflowError):
             raise OverflowError(f"{name}(): {value!r} is out of range") from None
         # As it is rounded, so that equal arguments have one plan.
         return (
             Scalar("H", int.from_bytes(data, "little"))
             if name == "f16"
-            else Scalar(format, struct.unpack(f"={format}", data)[0])
+            else Scalar(format, unpack(f"={format}", data)[0])
         )
 
     make.__name__ = make.__qualname__ = name
@@ -359,6 +363,24 @@ bf16 = _scalar("bf16", "f", "float", "A ``tk::bf16``")
 f32 = _scalar("f32", "f", "float", "A ``float``")
 f64 = _scalar("f64", "d", "float", "A ``double``")
 bool_ = _scalar("bool_", "?", "whole number", "A ``bool``")
+
+
+def struct(
+    *fields: Tensor | Scalar | Sequence[Tensor | None] | bytes | Any | None, writes: Sequence[Tensor] = ()
+) -> Struct:
+    """A struct by value as a kernel's argument, its fields laid out as C lays them out.
+
+        struct Many { float* y[8]; const float* x[8]; long long n[8]; };
+        kernel.launch(..., (tkjit.struct(ys, xs, array.array("q", sizes), writes=[y for y in ys if y is not None]),))
+
+    Args:
+        fields: A tensor (its address); a list of tensors and None (an array of pointers); ``tkjit.i32(n)`` and its kin; a buffer,
+            such as array.array (an array of its numbers); None (a null pointer).
+        writes: The tensors among them that the kernel writes to.
+
+    A kernel's arguments have 4096 bytes. Declare it ``const __grid_constant__`` where it is indexed.
+    """
+    return Struct(fields, writes)
 
 
 class Kernel:
@@ -435,7 +457,8 @@ class Kernel:
         Args:
             grid: Blocks, in up to three dimensions; or a function of the template parameters that gives them.
             block: Threads of a block, likewise.
-            args: The kernel's arguments: tensors (their address), ``tkjit.i32(n)`` and its kin, None for a null pointer.
+            args: The kernel's arguments: tensors (their address), ``tkjit.i32(n)`` and its kin, :func:`tkjit.struct`, None for a
+                null pointer.
             smem: Bytes of dynamic shared memory.
             cluster: Blocks of a cluster.
 
@@ -450,33 +473,43 @@ class Kernel:
         if writes is not None and len(writes) != len(args):
             raise TypeError(f"{self.name} has {len(writes)} parameters, but {len(args)} arguments were given")
         for i, arg in enumerate(args):
-            if arg is not None and not isinstance(arg, Tensor | Scalar):
+            if arg is not None and not isinstance(arg, Tensor | Scalar | Struct):
                 raise TypeError(
                     f"{self.name}: argument {i} is {arg!r}; give a tensor, tkjit.i32(...) and its kin, or None"
                 )
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        packed = _raw.Parameters(args)
+        tensors = packed.tensors
         if not tensors:
             raise TypeError(f"{self.name}: one argument at least must be a tensor")
-        if any(t.is_neg() or t.is_conj() for t in tensors):
+        if any(map(Tensor.is_neg, tensors)) or any(map(Tensor.is_conj, tensors)):
             raise RuntimeError(
                 f"{self.name}: a tensor's memory is not its values (torch.resolve_neg, torch.resolve_conj)"
             )
         out = [a for i, a in enumerate(args) if isinstance(a, Tensor) and (writes is None or writes[i])]
+        for arg in args:
+            if isinstance(arg, Struct):
+                out += arg.writes
         if torch.is_grad_enabled() and any(t.requires_grad for t in out):
             raise RuntimeError(
                 f"{self.name}: it may write to a tensor that needs a gradient; use torch.no_grad(), or declare it const"
             )
 
+        place = tensors[0].device
+        device = -1 if place.type == "cpu" else place.index if place.type == "cuda" else None
+        if device is None:
+            raise DeviceError(f"{self.name}: a tensor is neither on a GPU nor on the CPU")
+
         def run(i: int, given: Sequence[Any]) -> None:
             blocks, threads = (three(s(dict(self.candidates[i])) if callable(s) else s) for s in (grid, block))
-            self._launchers[i](*_raw.flat(blocks, threads, three(cluster), smem, given))
+            parameters = packed if given is args else _raw.Parameters(given)
+            self._launchers[i](device, blocks, threads, three(cluster), smem, parameters)
 
-        with torch.no_grad():
-            run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
-        for t in out:
-            written(t)
+        run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
+        written(*out)
 
     def _best(self, grid: Any, block: Any, args: Sequence[Any], out: Sequence[Tensor], run: Callable[..., None]) -> int:
+        if any(isinstance(a, Struct) for a in args):
+            raise NotImplementedError(f"{self.name}: candidates are not tried on what a struct points to; give one")
         kinds = tuple(
             (str(a.dtype), *a.shape, *a.stride(), a.data_ptr() % 16) if isinstance(a, Tensor) else a for a in args
         )
