@@ -256,10 +256,9 @@ class Expected:
     """What a call should return, from float64, on some of the rows where these are independent."""
 
     def __init__(self, call: peers.Call) -> None:
-        self.rows = self._pick(call)
+        self.rows, self.batch = self._pick(call), call.case.batch
         args = tuple(self._part(a) if isinstance(a, torch.Tensor) else a for a in call.args)
         grads = tuple(map(self._part, call.grads))
-        self.batch = call.case.batch
         self.op, self.slack = call.op, call.op.slack[call.direction == "backward"]
         function, kwargs, grad_of = call.op.reference, call.kwargs, call.case.grad_of
         if call.direction == "forward":
@@ -287,7 +286,9 @@ class Expected:
         return torch.tensor(sorted({0, batch - 1, *middle}), device=first.device)
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.rows is None or tensor.ndim == 0 else tensor.index_select(0, self.rows)
+        """Its rows that are looked at; all of what has none of its own, such as weights."""
+        whole = self.rows is None or tensor.ndim == 0 or tensor.shape[0] != self.batch
+        return tensor if whole else tensor.index_select(0, self.rows)
 
     def judge(self, results: tuple[Any, ...]) -> str:
         """Empty if they are right, else what is wrong."""

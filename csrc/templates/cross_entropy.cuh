@@ -456,6 +456,8 @@ bwd(T* dx,                  // (n_rows, n_cells, kVec)
 //
 // A block of 256 threads for each `chunk` of rows, in a fixed order: no atomics.
 
+constexpr int kValuesAhead = 8;  // in flight: one block has little else to wait for
+
 template <class A, class F>
 TK_DEVICE A sum_of_chunk(int64_t n, int64_t chunk, F value)
 {
@@ -463,8 +465,12 @@ TK_DEVICE A sum_of_chunk(int64_t n, int64_t chunk, F value)
     row::Reducer<G, row::Sum<A>> reduce{tk::shared<row::Shared<G, typename row::Sum<A>::Value>>()};
     const int64_t lo = blockIdx.x * chunk, hi = tk::min(lo + chunk, n);
     A s = 0;
-    for (int64_t i = lo + threadIdx.x; i < hi; i += kThreads) {
-        s += value(i);
+    for (int64_t first = lo + threadIdx.x; first < hi; first += kThreads * kValuesAhead) {
+#pragma unroll
+        for (int k = 0; k < kValuesAhead; ++k) {
+            const int64_t i = first + k * kThreads;
+            s += i < hi ? value(i) : A(0);
+        }
     }
     return reduce({s}, row::NoReader{}).s;
 }
