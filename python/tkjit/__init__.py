@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._warmup import warmup
     from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, u32, u64
     from .ops.attention import scaled_dot_product_attention
+    from .ops.dropout import dropout, dropout_add
     from .ops.pointwise import (
         add,
         copy,
@@ -44,6 +45,8 @@ _LAZY = {
     "bool_": "kernel",
     "cache": "cache",
     "copy": "ops.pointwise",
+    "dropout": "ops.dropout",
+    "dropout_add": "ops.dropout",
     "elementwise": "kernel",
     "f16": "kernel",
     "f32": "kernel",
@@ -84,6 +87,8 @@ __all__ = [
     "bool_",
     "cache",
     "copy",
+    "dropout",
+    "dropout_add",
     "elementwise",
     "f16",
     "f32",
