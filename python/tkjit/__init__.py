@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .ops.attention import scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy
     from .ops.layer_norm import layer_norm, rms_norm
+    from .ops.dropout import dropout, dropout_add
     from .ops.pointwise import (
         add,
         copy,
@@ -47,6 +48,8 @@ _LAZY = {
     "cache": "cache",
     "copy": "ops.pointwise",
     "cross_entropy": "ops.cross_entropy",
+    "dropout": "ops.dropout",
+    "dropout_add": "ops.dropout",
     "elementwise": "kernel",
     "f16": "kernel",
     "f32": "kernel",
@@ -92,6 +95,8 @@ __all__ = [
     "cache",
     "copy",
     "cross_entropy",
+    "dropout",
+    "dropout_add",
     "elementwise",
     "f16",
     "f32",

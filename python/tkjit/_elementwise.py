@@ -27,12 +27,16 @@ _NAMES = {
 }  # fmt: skip
 _DECLARATION = re.compile(r"\s*(\w+)\s+(\w+)\s*")
 _DECLARED = re.compile(r"\b(?:const\s+)?(\w+)\s+(\w+)\s*(?==[^=])")
+_COPIED = re.compile(r"\b(?:const\s+)?\w+\s+(\w+)\s*=\s*([A-Za-z_]\w*)\s*;")
 _IDENTIFIER = re.compile(r"(?<![\w.])(?<!->)(?<!::)[A-Za-z_]\w*(?!\w)(?!\s*(?:\(|::))")
 _WORDS = {
     "auto", "bool", "break", "case", "char", "const", "constexpr", "continue", "default", "do", "double", "else", "false", "float",
     "for", "if", "int", "long", "return", "short", "signed", "sizeof", "static", "switch", "true", "unsigned", "void", "while",
-    "INFINITY", "NAN", "kFast", *_NAMES,
+    "INFINITY", "NAN", "kFast", "random", "random_bits", *_NAMES,
 }  # fmt: skip
+
+# The input behind `random` and `random_bits`: a seed, one int64 on the device, that the call draws. Always the last one.
+RANDOM = ("seed", "random_bits")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class Text:
 
     Attributes:
         body: CUDA statements that give each output its value.
-        inputs: (type, name) of each; a type is a letter, which stands for one dtype, or names a dtype.
+        inputs: (type, name) of each; a type is a letter, which stands for one dtype, or names a dtype. RANDOM behind them if
+            the body names random numbers.
         outputs: The same.
         preamble: Functions that the body calls.
         declares: Whether the body declares the outputs itself.
@@ -80,11 +85,16 @@ class Text:
             ins = tuple(("T", word) for word in dict.fromkeys(found) if not _is_letter(word))
         if not ins:
             raise ValueError(f"elementwise(): {text!r} has no input")
+        taken = {what for _, what in (*ins, *outs, *made)}
+        if {"random", "random_bits"} & {*_IDENTIFIER.findall(without_comments(body))} - taken:
+            if "random_bits" in taken or "random" in taken:
+                raise ValueError("elementwise(): one of random and random_bits is a name of the text's own")
+            ins = (*ins, RANDOM)
         if clash := {what for _, what in ins} & {what for _, what in outs}:
             raise ValueError(f"elementwise(): {', '.join(sorted(clash))} is both an input and an output")
         letters = {kind for kind, _ in ins}
         for kind, what in (*ins, *outs):
-            if not _is_letter(kind) and kind not in _NAMES:
+            if not _is_letter(kind) and kind not in _NAMES and (kind, what) != RANDOM:
                 raise ValueError(
                     f"elementwise(): {what} is of type {kind!r}; a type is a letter, or one of {', '.join(_NAMES)}"
                 )
@@ -94,9 +104,28 @@ class Text:
         declares = {what for _, what in outs} <= {what for _, what in made}
         return cls(name or outs[-1][1], body, ins, outs, preamble, declares)
 
+    @property
+    def is_random(self) -> bool:
+        return self.inputs[-1] == RANDOM
+
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
         return tuple(sorted({kind for kind, _ in (*self.inputs, *self.outputs) if _is_letter(kind)}))
+
+    @functools.cached_property
+    def copies(self) -> dict[str, str]:
+        """Outputs that are an input or another output as it is: ``T da = dy;``. Name -> of what."""
+        words = _IDENTIFIER.findall(without_comments(self.body))
+        kinds = {what: kind for kind, what in (*self.inputs, *self.outputs)}
+        found = dict(_COPIED.findall(without_comments(self.body)))
+        found = {
+            name: of for name, of in found.items() if kinds.get(name) == kinds.get(of, "") and words.count(name) == 1
+        }
+        inputs = {what for _, what in self.inputs}
+        # An output that is assigned to again may not be what it was at the copy.
+        names = list(found.values())
+        found = {n: of for n, of in found.items() if of in inputs or words.count(of) == 1 + names.count(of)}
+        return {n: found.get(of, of) for n, of in found.items()}
 
     @functools.cached_property
     def template(self) -> Template:
@@ -106,6 +135,9 @@ class Text:
         values = [f"[[maybe_unused]] const {_value(kind)} {name}" for kind, name in self.inputs]
         mark = "_" if self.declares else ""
         values += [f"Out{i}& {name}{mark}" for i, (_, name) in enumerate(self.outputs)]
+        random = (
+            "        [[maybe_unused]] const float random = tk::below_one(random_bits);\n" if self.is_random else ""
+        )
         stores = "".join(f"        {name}_ = {name};\n" for _, name in self.outputs if self.declares)
         source = f"""#include "parts/elementwise.cuh"
 {self.preamble}
@@ -118,15 +150,16 @@ struct Op {{
     template <{types}>
     TK_DEVICE static void apply({", ".join(values)})
     {{
-#line 1 "{self.name}"
+{random}#line 1 "{self.name}"
 {self.body}
-#line 1 "{self.name}.cuh"
+#line 1 "{self.name}.elementwise.cuh"
 {stores}    }}
 }};
 
 }}  // namespace elementwise
 """
-        return Template.from_source(source, self.name, self.body)
+        # A file's name, which no file that it includes may have.
+        return Template.from_source(source, f"{self.name}.elementwise", self.body)
 
 
 def declared(body: str) -> list[tuple[str, str]]:
@@ -140,6 +173,8 @@ def _is_letter(kind: str) -> bool:
 
 def _value(kind: str) -> str:
     """A type of the text as the kernel computes with it."""
+    if kind == RANDOM[0]:
+        return "uint32_t"
     return kind if _is_letter(kind) else value_type(_NAMES[kind])
 
 
@@ -218,6 +253,11 @@ def expanded(shape: Sequence[int], strides: Sequence[int], to: Sequence[int]) ->
     """Strides of a tensor that is broadcast to a shape."""
     new = len(to) - len(shape)
     return (0,) * new + tuple(0 if n == 1 and m != 1 else s for n, s, m in zip(shape, strides, to[new:]))
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def output_strides(shape: Sequence[int], tensors: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -301,14 +341,18 @@ def launch(
     text: Text, outs: Sequence[Spec], given: Sequence[Any], letters: dict[str, str], shape: Sequence[int]
 ) -> Launch:
     """The launch that fills the outputs. given: a spec or a number for each input."""
+    seed, given = (given[-1], given[:-1]) if text.is_random else (None, given)
     tensors = [*outs, *(value for value in given if isinstance(value, Spec))]
-    dims = _collapsed(shape, [expanded(t.shape, t.strides, shape) for t in tensors])
+    strides = [expanded(t.shape, t.strides, shape) for t in tensors]
+    if seed is not None:
+        strides.append(row_major(shape))
+    dims = _collapsed(shape, strides)
     c = Config.pick(dims, tensors)
     vectors = math.prod(size for size, _ in dims) // c.vec
     n_dims = power_of_two(len(dims))
-    padded = [(1, (0,) * len(tensors))] * (n_dims - len(dims)) + list(dims)
+    padded = [(1, (0,) * len(strides))] * (n_dims - len(dims)) + list(dims)
     sizes = [size for size, _ in padded[:-1]] + [padded[-1][0] // c.vec]
-    steps = [[strides[t] for _, strides in padded[:-1]] + [padded[-1][1][t] * c.vec] for t in range(len(tensors))]
+    steps = [[strides[t] for _, strides in padded[:-1]] + [padded[-1][1][t] * c.vec] for t in range(len(strides))]
     wide = vectors >= 2**31
     numbers = [
         _number(value, _dtype(kind, letters))
@@ -318,6 +362,7 @@ def launch(
     index = i64 if wide else u32
     arguments = by_value(
         *tensors,
+        *(() if seed is None else (seed,)),
         *(numbers or [u64(0)]),
         *(i64(s) for strides in steps for s in strides),
         *map(index, sizes),
@@ -327,6 +372,8 @@ def launch(
         CTYPES[value.dtype] if isinstance(value, Spec) else f"elementwise::Number<{value_type(_dtype(kind, letters))}>"
         for (kind, _), value in zip(text.inputs, given)
     )
+    if seed is not None:
+        ins += f", elementwise::Random<{'true' if dims[-1][1][-1] == 1 else 'false'}>"
     fast = all(spec.itemsize == 2 for spec in outs)
     types = [value_type(letters[letter]) for letter in text.letters]
     kernel = text.template.kernel(
@@ -352,6 +399,11 @@ def _number(value: Any, dtype: str) -> Any:
     return u64(int(value) % 2**64)
 
 
+def values_of(text: Text, given: Sequence[Any]) -> Sequence[Any]:
+    """Without the seed."""
+    return given[:-1] if text.is_random else given
+
+
 def types_of(text: Text, given: Sequence[Any]) -> dict[str, str]:
     """The dtype of each letter: what the inputs of that type are promoted to."""
     found: dict[str, str] = {}
@@ -372,7 +424,9 @@ def planner_of(text: Text) -> Callable[..., Any]:
 
     def planner(*args: Any) -> Any:
         given, outs = args[: len(text.inputs)], args[len(text.inputs) :]
-        specs = [value for value in given if isinstance(value, Spec)]
+        specs = [value for value in values_of(text, given) if isinstance(value, Spec)]
+        if text.is_random and (given[-1].dtype != "int64" or given[-1].numel != 1):
+            raise TypeError(f"{text.name}(): the seed must be a tensor of one int64")
         for spec in (*specs, *outs):
             if spec.dtype not in CTYPES:
                 raise NotImplementedError(f"{text.name}: there are no kernels for {spec.dtype}")

@@ -84,7 +84,7 @@ def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
     if has_torch_function(tensors):
         function, public_args = op.public(*args)
         return handle_torch_function(function, tensors, *public_args)
-    if _transformed() or torch.jit.is_tracing() or any(map(_is_torchs_business, tensors)):
+    if transformed() or torch.jit.is_tracing() or any(map(_is_torchs_business, tensors)):
         return op.fallback(*args)
     device = tensors[0].device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -98,9 +98,14 @@ def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
     return core.direct(*map(_plain, args))
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
     """Inside vmap, grad or another functorch transform, or with a forward-mode level open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def drawn_seed(like: Tensor) -> Tensor:
+    """A seed from torch's generator, on the device: so that a captured graph draws another one at each replay."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=like.device)
 
 
 def _is_torchs_business(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from ._library import define
 from ._plan import Scalar, Spec, planned
 from ._raw import Struct
 from ._template import Template, digest, three
-from ._torch import Op, compiling, filled, may_overlap, may_write_directly, routed, written
+from ._torch import Op, compiling, drawn_seed, filled, may_overlap, may_write_directly, routed, transformed, written
 
 __all__ = [
     "Elementwise",
@@ -58,6 +58,15 @@ class Elementwise:
         self.text = text
         self.grad = grad
         self.composite = composite
+        # torch's own would draw other random numbers: what is random is differentiated by its texts alone.
+        self._differentiates_itself = composite is None or text.is_random
+        wanted = {name for _, name in grad.text.inputs} if grad else set()
+        # Of inputs and outputs, which the gradient needs.
+        self.kept = [
+            name in wanted or not (is_output or self._differentiates_itself)
+            for is_output, pairs in enumerate((text.inputs, text.outputs))
+            for _, name in pairs
+        ]
         self.__name__ = text.name
         parts = (text.name, text.body, repr(text.inputs), repr(text.outputs), text.preamble, grad.key if grad else "")
         self.key = f"{text.name}_{digest(parts)[:12]}"
@@ -74,7 +83,15 @@ class Elementwise:
         self._call = routed(self.raw, type(f"_{text.name}", (_Function,), {"op": self}), lambda *args: op)
 
     def __call__(self, *args: Any) -> Any:
-        """The output, or a tuple of them. Arguments are those of the inputs, in their order: tensors, or numbers."""
+        """The output, or a tuple of them. Arguments are those of the inputs, in their order: tensors, or numbers.
+
+        What is random takes one more, a tensor of one int64 on the device: the seed, by default drawn from torch's generator.
+        """
+        if self.text.is_random and len(args) == len(self.text.inputs) - 1:
+            if self.composite is not None and not compiling() and transformed():
+                return self.composite(*args, None)
+            _require_values(self.text, args)
+            args = (*args, drawn_seed(next(arg for arg in args if isinstance(arg, Tensor))))
         if len(args) != len(self.text.inputs):
             names = ", ".join(name for _, name in self.text.inputs)
             raise TypeError(
@@ -110,24 +127,31 @@ class Elementwise:
         )
 
     def gradients(
-        self, grads: Sequence[Tensor | None], args: Sequence[Any], outs: Sequence[Tensor], needs: Sequence[bool]
+        self, grads: Sequence[Tensor | None], args: Sequence[Any], outs: Sequence[Any], likes: Likes, needs: Sequence[bool]
     ) -> list:
-        """Of each argument; None for numbers and where none is needed."""
-        if torch.is_grad_enabled() and self.composite is not None:
+        """Of each argument; None for numbers and where none is needed. Of arguments and outputs only those kept are there."""
+        if torch.is_grad_enabled() and not self._differentiates_itself:
             return self._differentiable(grads, args, needs)
         if self.grad is None:
             raise RuntimeError(f"{self.text.name}: it has no gradient; give elementwise() a grad=")
         values = {name: value for (_, name), value in zip(self.text.inputs, args)}
         values |= {name: out for (_, name), out in zip(self.text.outputs, outs)}
-        for (_, name), g, out in zip(self.text.outputs, grads, outs):
-            values[f"d{name}"] = torch.zeros_like(out) if g is None else g
-        wanted = frozenset(f"d{name}" for (_, name), need in zip(self.text.inputs, needs) if need)
-        op = self.grad.of_outputs(wanted)
-        found = op(*(values[name] for _, name in op.text.inputs))
-        found = dict(zip((name for _, name in op.text.outputs), found if isinstance(found, tuple) else (found,)))
+        some = next(g for g in grads if g is not None)
+        for (_, name), g, like in zip(self.text.outputs, grads, likes[len(args) :]):
+            values[f"d{name}"] = some.new_zeros(like[0], dtype=like[1]) if g is None else g
+        wanted = {f"d{name}" for (_, name), need in zip(self.text.inputs, needs) if need}
+        # Where a kernel runs anyway, it writes no copy of what is there already.
+        copies = {name: of for name, of in self.grad.text.copies.items() if name in wanted}
+        computed = wanted - copies.keys() | {of for of in copies.values() if of not in values}
+        if not computed:
+            copies, computed = {}, wanted
+        op = self.grad.of_outputs(frozenset(computed))
+        # An output that of_outputs left out has no gradient.
+        found = op(*(values[name] if name in values else some.new_zeros(()) for _, name in op.text.inputs))
+        values |= zip((name for _, name in op.text.outputs), found if isinstance(found, tuple) else (found,))
         return [
-            found[f"d{name}"].sum_to_size(arg.shape).to(arg.dtype) if f"d{name}" in found else None
-            for (_, name), arg in zip(self.text.inputs, args)
+            values[copies.get(f"d{name}", f"d{name}")].sum_to_size(like[0]).to(like[1]) if need else None
+            for (_, name), like, need in zip(self.text.inputs, likes, needs)
         ]
 
     def _differentiable(self, grads: Sequence[Tensor | None], args: Sequence[Any], needs: Sequence[bool]) -> list:
@@ -145,8 +169,9 @@ class Elementwise:
         """Write the output over the first input."""
         if compiling() or not may_write_directly(x, x) or may_overlap(x):
             # What the gradient needs of x would be gone: a copy is kept. And torch knows what else may be written to.
-            return x.copy_(self(x.clone(), *numbers))
-        self.raw(x, *numbers, x)
+            return x.copy_(self(x.clone() if self.kept[0] else x, *numbers))
+        seed = (drawn_seed(x),) if self.text.is_random else ()
+        self.raw(x, *numbers, *seed, x)
         written(x)
         return x
 
@@ -162,6 +187,13 @@ class Elementwise:
 
 
 registered: dict[str, Elementwise] = {}  # by key
+
+# Shape and dtype of each argument, then of each output; None of a number.
+Likes = Sequence[Any]
+
+
+def _likes(values: Sequence[Any]) -> Likes:
+    return [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values]
 
 
 def _require_values(text: Text, args: Sequence[Any]) -> None:
@@ -180,9 +212,15 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *tensors):
         op = type(ctx)._forward_cls.op
-        outs = op.raw(*filled(ctx.arguments, tensors))
-        ctx.save_for_backward(*tensors, *(outs if isinstance(outs, tuple) else (outs,)))
-        return outs
+        args = filled(ctx.arguments, tensors)
+        found = op.raw(*args)
+        outs = found if isinstance(found, tuple) else (found,)
+        ctx.likes = _likes((*args, *outs))
+        values = (*args, *outs)
+        ctx.save_for_backward(
+            *(v if kept else None for v, kept in zip(values, op.kept) if isinstance(v, Tensor))
+        )
+        return found
 
     @staticmethod
     def backward(ctx, *grads):
@@ -191,7 +229,8 @@ class _Function(torch.autograd.Function):
         n = sum(given is ... for given in ctx.arguments)
         args = filled(ctx.arguments, saved[:n])
         needs = iter(ctx.needs_input_grad)
-        found = op.gradients(grads, args, saved[n:], [given is ... and next(needs) for given in ctx.arguments])
+        wanted = [given is ... and next(needs) for given in ctx.arguments]
+        found = op.gradients(grads, args, saved[n:], ctx.likes, wanted)
         return tuple(g for g, given in zip(found, ctx.arguments) if given is ...)
 
 
@@ -210,8 +249,9 @@ def _run(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Ten
 
 def _fake(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
     text = registered[key].text
-    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    strides = _elementwise.output_strides(shape, [_elementwise.expanded(t.shape, t.stride(), shape) for t in tensors])
+    given = [t for t in _elementwise.values_of(text, _arguments(kinds, tensors, numbers)) if isinstance(t, Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in given))
+    strides = _elementwise.output_strides(shape, [_elementwise.expanded(t.shape, t.stride(), shape) for t in given])
     specs = [Spec(str(t.dtype).removeprefix("torch."), (1,) * t.dim(), (1,) * t.dim(), -1, 16) for t in tensors]
     dtypes = _elementwise.output_dtypes(text, _elementwise.types_of(text, _arguments(kinds, specs, numbers)))
     return [tensors[0].new_empty_strided(shape, strides, dtype=getattr(torch, dtype)) for dtype in dtypes]
@@ -220,16 +260,19 @@ def _fake(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Te
 def _setup(ctx, inputs, output):
     ctx.key, ctx.kinds, tensors, ctx.numbers = inputs
     ctx.n = len(tensors)
-    ctx.save_for_backward(*tensors, *output)
+    args = _arguments(ctx.kinds, tensors, ctx.numbers)
+    values = (*args, *output)
+    ctx.likes = _likes(values)
+    kept = registered[ctx.key].kept
+    ctx.save_for_backward(*(v if keep else None for v, keep in zip(values, kept) if isinstance(v, Tensor)))
 
 
 def _backward(ctx, grads):
     saved = ctx.saved_tensors
     args = _arguments(ctx.kinds, saved[: ctx.n], ctx.numbers)
     needs = iter(ctx.needs_input_grad[2])
-    found = registered[ctx.key].gradients(
-        grads, args, saved[ctx.n :], [kind == "t" and next(needs) for kind in ctx.kinds]
-    )
+    wanted = [kind == "t" and next(needs) for kind in ctx.kinds]
+    found = registered[ctx.key].gradients(grads, args, saved[ctx.n :], ctx.likes, wanted)
     # torch counts an empty list as one of tensors, and one of numbers as a single argument.
     return None, None, [g for g, kind in zip(found, ctx.kinds) if kind == "t"], None if ctx.numbers else []
 

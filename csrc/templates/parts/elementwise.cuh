@@ -6,10 +6,11 @@
 // The host guarantees: dims that are one step in every tensor are one; kVec > 1: the innermost dim is whole vectors, in each
 // tensor contiguous or of stride 0, and each contiguous vector begins at a multiple of its size, or of 16 bytes.
 // Template: Op has apply(values of the inputs..., references to the outputs'...); Outs and Ins are Lists of element types,
-// Number<V> for what is one number for all; kDims dims; kVec elements a vector; kUnroll vectors a thread; kSplat has bit t for
+// Number<V> for what is one number for all, Random<> for a random number of each; kDims dims; kVec elements a vector; kUnroll vectors a thread; kSplat has bit t for
 // a tensor (outputs first) whose innermost stride is 0; Index counts vectors.
 #pragma once
 #include "tk/cuda_math.cuh"
+#include "tk/philox.cuh"
 #include "tk/tk.cuh"
 
 namespace elementwise {
@@ -19,6 +20,10 @@ inline constexpr int kThreads = 256;
 template <class...> struct List {};
 // A number among the inputs: 8 bytes of double or int64_t in the arguments, V in the expression.
 template <class V> struct Number {};
+// 32 random bits among the inputs, which depend on the seed and the element's place in row-major order alone, wherever it lies
+// in memory: element i has word i of the seed's subsequence 0, see tk::philox. What counts as its tensor is the seed, whose
+// strides are of that order. kConsecutive: so are the elements of a vector.
+template <bool kConsecutive> struct Random {};
 
 // What an element counts as in an expression: float for the two-byte types, else what it is.
 template <class S> struct value { using type = S; };
@@ -162,6 +167,54 @@ struct Inputs<kVec, kSplat, kTensor, kNumber, List<Number<N>, Rest...>> {
     TK_DEVICE void unpack() { rest.unpack(); }
     template <class Op, class Outs, class... V>
     TK_DEVICE void apply(int i, Outs& outs, V... values) const { rest.template apply<Op>(i, outs, values..., v); }
+};
+
+template <int kVec, unsigned kSplat, int kTensor, int kNumber, bool kConsecutive, class... Rest>
+struct Inputs<kVec, kSplat, kTensor, kNumber, List<Random<kConsecutive>, Rest...>> {
+    uint64_t seed;
+    int64_t first, step;
+    uint32_t v[kVec];
+    Inputs<kVec, kSplat, kTensor + 1, kNumber, List<Rest...>> rest;
+
+    template <class A, class Index>
+    TK_DEVICE void load(const A& a, Index i)
+    {
+        constexpr int kDims = int(sizeof(a.size) / sizeof(a.size[0]));
+        seed = *static_cast<const uint64_t*>(a.tensor[kTensor]);
+        first = a.offset(kTensor, i);
+        step = kConsecutive ? 1 : a.stride[kTensor][kDims - 1] / kVec;
+        rest.load(a, i);
+    }
+    // Here rather than in load: the words are computed while the other inputs are on their way.
+    TK_DEVICE void unpack()
+    {
+        if constexpr (kConsecutive && kVec % 4 == 0) {
+            // A vector begins at a multiple of its size, so its words are whole results of Philox.
+#pragma unroll
+            for (int q = 0; q < kVec / 4; ++q) {
+                const tk::Quad quad = tk::philox(seed, 0, uint64_t(first) / 4 + q);
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    v[4 * q + w] = quad.w[w];
+                }
+            }
+        } else if constexpr (kConsecutive && kVec == 2) {
+            const tk::Quad quad = tk::philox(seed, 0, uint64_t(first) / 4);
+            v[0] = first & 2 ? quad.w[2] : quad.w[0];
+            v[1] = first & 2 ? quad.w[3] : quad.w[1];
+        } else {
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) {
+                const int64_t at = first + e * step;
+                const tk::Quad quad = tk::philox(seed, 0, uint64_t(at) / 4);
+                const uint32_t even = at & 2 ? quad.w[2] : quad.w[0], odd = at & 2 ? quad.w[3] : quad.w[1];
+                v[e] = at & 1 ? odd : even;
+            }
+        }
+        rest.unpack();
+    }
+    template <class Op, class Outs, class... V>
+    TK_DEVICE void apply(int i, Outs& outs, V... values) const { rest.template apply<Op>(i, outs, values..., v[i]); }
 };
 
 template <int kVec, int kTensor, class L> struct Outputs;

@@ -33,4 +33,7 @@ TK_DEVICE Quad philox(uint64_t seed, uint64_t subsequence, uint64_t quad)
 // A word as a float in (0, 1], as curand_uniform has it: word * 2^-32 + 2^-33, rounded.
 TK_DEVICE float uniform(uint32_t word) { return __fmaf_rn(float(word), 2.3283064365386963e-10f, 1.1641532182693481e-10f); }
 
+// The same in [0, 1), as torch.rand has it: the upper 24 bits. Less than p with probability p, up to 2^-24.
+TK_DEVICE float below_one(uint32_t word) { return float(word >> 8) * 5.9604644775390625e-8f; }
+
 }  // namespace tk

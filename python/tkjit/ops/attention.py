@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .._attention import DMASK, DSINKS, backward, forward, tokens_first
 from .._library import define
-from .._torch import Op, compiling, filled, routed
+from .._torch import Op, compiling, drawn_seed, filled, routed
 from ..testing import DTYPE_NAMES, BenchCase, Sample, as_tuple, op_cases
 
 MAX_HEAD_DIM = 512
@@ -576,7 +576,7 @@ def _jagged(query, key, value, dropout, upper, scale, more):
 def _attend(q, k, v, mask, dropout, upper, scale, more):
     """Four dims, of heads that go together."""
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    seed = _draw(q) if dropout > 0 else None
+    seed = drawn_seed(q) if dropout > 0 else None
     if more is _NO_MORE:
         args = (
             q,
@@ -623,11 +623,6 @@ def _run(args, lse):
 def _plain_ops(a: Args, gqa: bool, lse: bool) -> Any:
     """Without kernels."""
     return _explicit(a) if lse else _composite(*a, gqa=gqa)
-
-
-def _draw(like: Tensor) -> Tensor:
-    """A seed from torch's generator, on the device: so that a captured graph draws another one at each replay."""
-    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=like.device)
 
 
 def _general(q, k, v, mask, dropout, upper, scale, gqa, more):
@@ -864,7 +859,7 @@ def _packed(q, k, v, starts, most, dropout, upper, scale, more):
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     q_starts, k_starts = (t.to(torch.int32).contiguous() for t in starts)
-    seed = _draw(q) if dropout > 0 else None
+    seed = drawn_seed(q) if dropout > 0 else None
     packed = dict(q_starts=q_starts, k_starts=k_starts, q_most=longest[0], k_most=longest[1])
     found = _by_size(more.args(q, k, v, None, seed, upper, scale, dropout, **packed), more.lse)
     if not more.lse:
