@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         swiglu,
         tanh,
     )
+    from .ops.rotary import rotary_embedding
     from .ops.softmax import log_softmax, softmax
 
 # name -> the module that holds it
@@ -58,6 +59,7 @@ _LAZY = {
     "mul": "ops.pointwise",
     "reglu": "ops.pointwise",
     "relu": "ops.pointwise",
+    "rotary_embedding": "ops.rotary",
     "scaled_dot_product_attention": "ops.attention",
     "sigmoid": "ops.pointwise",
     "silu": "ops.pointwise",
@@ -98,6 +100,7 @@ __all__ = [
     "mul",
     "reglu",
     "relu",
+    "rotary_embedding",
     "scaled_dot_product_attention",
     "sigmoid",
     "silu",
