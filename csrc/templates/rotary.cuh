@@ -13,7 +13,8 @@
 // contiguous and begins at a multiple of its size. What it can't know is checked here: a position outside the tables gives NaN.
 //
 // Template: T element type of x and y; C of the tables; kVec elements a vector of x; kTables: the tables are read in vectors too;
-// kHeads heads a thread; Index counts threads.
+// kHeads heads a thread. Launch: blocks of kThreads, grid.x of them for the threads of chunk_tiles tiles of tokens and chunk_batch
+// entries of the batch, less than 2^31; grid.y and grid.z count the chunks.
 #include "tk/tk.cuh"
 
 namespace rotary {
@@ -59,8 +60,9 @@ struct Arguments {
     Integers offsets;  // (n_batch or n_sequences, 1); or null
     Integers starts;   // (n_sequences + 1, 1): where packed sequences begin, and their end; or null
     int64_t n_rows, n_sequences, n_batch, n_tokens;
-    int64_t tile;           // tokens that lie side by side in a block, a power of two
+    int64_t tile;           // 2^tile tokens lie side by side in a block
     int64_t n_tiles;        // of tokens
+    int64_t chunk_tiles, chunk_batch;
     int64_t n_turned_vecs;  // vectors of a head that turn
     int64_t n_vecs;         // vectors of a head
     int64_t n_turning, n_copying;  // threads of a head's vectors, two vectors each
@@ -118,7 +120,7 @@ TK_DEVICE void read(const Table<C>& table, int64_t batch, int64_t row, int64_t c
 }
 
 // A thread's two vectors are column and column + n_turning of those that turn, so that neighbours read what lies side by side.
-template <class T, class C, bool kInterleaved, int kVec, bool kTables, int kHeads, class Index>
+template <class T, class C, bool kInterleaved, int kVec, bool kTables, int kHeads>
 __global__ void __launch_bounds__(kThreads) turn(const __grid_constant__ Arguments<T, C> a)
 {
     using Acc = tk::accumulator_t<T>;
@@ -126,17 +128,20 @@ __global__ void __launch_bounds__(kThreads) turn(const __grid_constant__ Argumen
     static_assert(kVec > 1 || !kTables);
 
     // Fastest first: vectors of a token, tokens of a tile, groups of heads, tiles, batch.
-    Index i = Index(blockIdx.x) * kThreads + threadIdx.x;
-    const Index columns = Index(a.n_turning + a.n_copying), groups = Index(a.side[0].n_groups + a.side[1].n_groups);
-    const int64_t column = int64_t(i % columns);
+    uint32_t i = blockIdx.x * kThreads + threadIdx.x;
+    const uint32_t columns = uint32_t(a.n_turning + a.n_copying);
+    const uint32_t groups = uint32_t(a.side[0].n_groups + a.side[1].n_groups);
+    const int64_t column = i % columns;
     i /= columns;
-    const int64_t within = int64_t(i & Index(a.tile - 1));
-    i /= Index(a.tile);
-    const int64_t group = int64_t(i % groups);
+    const int64_t within = i & ((1u << a.tile) - 1);
+    i >>= a.tile;
+    const int64_t group = i % groups;
     i /= groups;
-    const int64_t token = int64_t(i % Index(a.n_tiles)) * a.tile + within;
-    const int64_t batch = int64_t(i / Index(a.n_tiles));
-    if (token >= a.n_tokens || batch >= a.n_batch) {
+    const int64_t tile = blockIdx.y * a.chunk_tiles + i % uint32_t(a.chunk_tiles);
+    const uint32_t entry = i / uint32_t(a.chunk_tiles);
+    const int64_t batch = blockIdx.z * a.chunk_batch + entry;
+    const int64_t token = (tile << a.tile) + within;
+    if (token >= a.n_tokens || batch >= a.n_batch || entry >= a.chunk_batch) {
         return;
     }
 

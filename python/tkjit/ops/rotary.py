@@ -9,7 +9,6 @@ transformer with rotary position embedding", 2021.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from .. import _core
 from .._device import Device, device_of
 from .._elementwise import output_strides
 from .._library import define
-from .._plan import Scalar, Spec, f64, i64, plan, planned, require_dtype, struct
+from .._plan import Spec, f64, i64, plan, planned, require_dtype, struct
 from .._rows import DTYPES, ITEMSIZE, ceil_div
 from .._template import template
 from .._torch import Op, compiling, filled, may_overlap, routed, written
 from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
 
 THREADS = 256  # of a block: rotary::kThreads
+MOST = 2**31 - THREADS  # threads that a kernel counts in 32 bits
 
 # --- a call's arguments ----------------------------------------------------------------------------------------------
 
@@ -92,7 +92,8 @@ def _require_shapes(a: Args) -> None:
         places = "(batch, seq, heads, head_dim) or (tokens, heads, head_dim)"
     if not -a.seq_dim <= ndim <= (3 if starts is not None else 4):
         raise ValueError(
-            f"{say}query is {_shape(query)}, but with seq_dim {a.seq_dim}{' and cu_seqlens' if starts is not None else ''} it is {places}"
+            f"{say}query is {_shape(query)}, but with seq_dim {a.seq_dim} it is {places}"
+            f"{', and without batch with cu_seqlens' if starts is not None else ''}"
         )
     batch, tokens = query.shape[0] if ndim == 4 else 1, query.shape[a.seq_dim]
     if key is not None:
@@ -115,10 +116,16 @@ def _require_shapes(a: Args) -> None:
     if ids is not None:
         if offsets is not None or starts is not None:
             raise ValueError(f"{say}position_ids tell all positions; give no offsets or cu_seqlens beside them")
-        if len(ids.shape) not in (1, 2) or ids.shape[-1] != tokens or (len(ids.shape) == 2 and ids.shape[0] not in (1, batch)):
+        if (
+            len(ids.shape) not in (1, 2)
+            or ids.shape[-1] != tokens
+            or (len(ids.shape) == 2 and ids.shape[0] not in (1, batch))
+        ):
             raise ValueError(f"{say}position_ids are {_shape(ids)}; query has a batch of {batch} and {tokens} tokens")
     if starts is not None and (len(starts.shape) != 1 or starts.shape[0] < 1):
-        raise ValueError(f"{say}cu_seqlens is {_shape(starts)}; it must have one dimension and one entry more than sequences")
+        raise ValueError(
+            f"{say}cu_seqlens is {_shape(starts)}; it must have one dimension and one entry more than sequences"
+        )
     sequences = batch if starts is None else starts.shape[0] - 1
     if offsets is not None and tuple(offsets.shape) not in ((), (1,), (sequences,)):
         raise ValueError(f"{say}offsets are {_shape(offsets)}; there are {sequences} sequences")
@@ -128,7 +135,7 @@ def _require_shapes(a: Args) -> None:
 
 def _four(sizes: Sequence[Any], seq_dim: int, missing: int) -> tuple[Any, ...]:
     """Sizes or strides of (batch, heads, tokens, head_dim)."""
-    b, h, s, d = (*(missing,) * (4 - len(sizes)), *sizes)
+    b, h, s, d = [missing] * (4 - len(sizes)) + [*sizes]
     return (b, s, h, d) if seq_dim == -3 else (b, h, s, d)
 
 
@@ -158,7 +165,9 @@ class Config:
         if _copies(sides):
             runs.append(head_dim - turned)
         vec = 16 // a.query.itemsize
-        while vec > 1 and not (all(n % vec == 0 for n in runs) and all(_in_vectors(t, vec) for pair in sides for t in pair)):
+        while vec > 1 and not (
+            all(n % vec == 0 for n in runs) and all(_in_vectors(t, vec) for pair in sides for t in pair)
+        ):
             vec //= 2
         entries = vec // 2 if a.interleaved else vec
         tables = vec > 1 and all(_in_vectors(t, entries, min(16, entries * t.itemsize)) for t in (a.cos, a.sin))
@@ -184,7 +193,11 @@ def _in_vectors(t: Spec, vec: int, align: int | None = None) -> bool:
     """Whether the last dimension is contiguous vectors, each at a multiple of its size."""
     *outer, (_, last) = zip(t.shape, t.strides)
     step = vec if align is None else align // t.itemsize
-    return last == 1 and t.align % (vec * t.itemsize if align is None else align) == 0 and all(s % step == 0 for n, s in outer if n > 1)
+    return (
+        last == 1
+        and t.align % (vec * t.itemsize if align is None else align) == 0
+        and all(s % step == 0 for n, s in outer if n > 1)
+    )
 
 
 def _copies(sides: Sequence[tuple[Spec, Spec]]) -> bool:
@@ -225,22 +238,35 @@ def _launch(a: Args, turned: int, sides: Sequence[tuple[Spec, Spec]], device: De
         fields += [None, None, *(i64(0),) * 10]
     n_groups = sum(ceil_div(_four(x.shape, a.seq_dim, 1)[1], c.heads) for x, _ in sides)
     n_tiles = ceil_div(tokens, c.tile)
-    threads = batch * n_tiles * n_groups * c.tile * (n_turning + n_copying)
-    if threads == 0:
+    inner = n_groups * c.tile * (n_turning + n_copying)  # threads of a tile of tokens
+    if batch * tokens * inner == 0:
         return None
+    if inner > MOST:
+        raise ValueError(f"rotary_embedding(): {_shape(a.query)} has more heads than there are threads for")
+    # Threads are counted in 32 bits: beyond that, in chunks.
+    chunk_tiles = min(n_tiles, MOST // inner)
+    chunk_batch = min(batch, max(1, MOST // (inner * chunk_tiles)))
     fields += [*_table(a.cos), *_table(a.sin), *_integers(a.ids, True), *_integers(a.offsets), *_integers(a.starts)]
     sequences = 0 if a.starts is None else a.starts.shape[0] - 1
-    sizes = (a.cos.shape[-2], sequences, batch, tokens, c.tile, n_tiles, n_turned, n_vecs, n_turning, n_copying)
+    sizes = (
+        a.cos.shape[-2], sequences, batch, tokens, c.tile.bit_length() - 1, n_tiles, chunk_tiles, chunk_batch, n_turned, n_vecs,
+        n_turning, n_copying,
+    )  # fmt: skip
     fields += [*map(i64, sizes), f64(-1.0 if a.back else 1.0)]
-    return _kernel(a.query.dtype, a.cos.dtype, a.interleaved, c, threads).launch(
-        grid=ceil_div(threads, THREADS), block=THREADS, args=(struct(*fields),)
+    return _kernel(a.query.dtype, a.cos.dtype, a.interleaved, c).launch(
+        grid=(
+            ceil_div(inner * chunk_tiles * chunk_batch, THREADS),
+            ceil_div(n_tiles, chunk_tiles),
+            ceil_div(batch, chunk_batch),
+        ),
+        block=THREADS,
+        args=(struct(*fields),),
     )
 
 
-def _kernel(dtype: str, tables: str, interleaved: bool, c: Config, threads: int) -> Any:
-    index = "unsigned" if threads + THREADS < 2**32 else "unsigned long long"
+def _kernel(dtype: str, tables: str, interleaved: bool, c: Config) -> Any:
     return template("rotary").kernel(
-        "turn", T=dtype, C=tables, kInterleaved=interleaved, kVec=c.vec, kTables=c.tables, kHeads=c.heads, Index=index
+        "turn", T=dtype, C=tables, kInterleaved=interleaved, kVec=c.vec, kTables=c.tables, kHeads=c.heads
     )
 
 
@@ -253,8 +279,7 @@ def all_kernels() -> Iterator[Any]:
                 while vec >= 1:
                     for in_vectors in (False, True) if vec > 1 else (False,):
                         for heads in (1, 2, 4):
-                            for threads in (1, 2**32):
-                                yield _kernel(dtype, tables, interleaved, Config(vec, in_vectors, heads, 1), threads)
+                            yield _kernel(dtype, tables, interleaved, Config(vec, in_vectors, heads, 1))
                     vec //= 2
 
 
@@ -286,19 +311,20 @@ def _composite(*given: Any) -> Any:
     turned = _turned(a)
     wide = torch.float64 if a.query.dtype == torch.float64 else torch.float32
     cos, sin = (t.to(wide) for t in _gathered(a, turned))
-    found = tuple(_turn(x, cos, -sin if a.back else sin, turned, a.interleaved) for x in (a.query, a.key) if x is not None)
+    found = tuple(
+        _turn(x, cos, -sin if a.back else sin, turned, a.interleaved) for x in (a.query, a.key) if x is not None
+    )
     return found[0] if a.key is None else found
 
 
 def _gathered(a: Args, turned: int) -> tuple[Tensor, Tensor]:
     """Rows of the tables for every token, in a shape that broadcasts over heads."""
-    cos, sin = (t[..., : turned // 2] for t in (a.cos, a.sin))
+    cos, sin = (t.narrow(-1, 0, turned // 2) for t in (a.cos, a.sin))
     if cos.dim() == 3 and cos.shape[0] == 1:
-        cos, sin = cos[0], sin[0]
+        cos, sin = cos.squeeze(0), sin.squeeze(0)
     rows = _rows(a, cos.shape[-2])
     if rows is None:
-        tokens = a.query.shape[a.seq_dim]
-        cos, sin = cos[..., :tokens, :], sin[..., :tokens, :]
+        cos, sin = (t.narrow(-2, 0, a.query.shape[a.seq_dim]) for t in (cos, sin))
     else:
         # Behind the tables: a row for positions outside of them, and one for tokens of no sequence.
         blank = cos.new_full((*cos.shape[:-2], 1, cos.shape[-1]), math.nan)
@@ -310,7 +336,7 @@ def _gathered(a: Args, turned: int) -> tuple[Tensor, Tensor]:
         else:
             cos, sin = cos[rows], sin[rows]
     if cos.dim() == 3 and a.query.dim() < 4:
-        cos, sin = cos[0], sin[0]
+        cos, sin = cos.squeeze(0), sin.squeeze(0)
     if a.query.dim() == 2:
         return cos, sin
     heads = -3 if a.seq_dim == -2 else -2
@@ -341,15 +367,18 @@ def _rows(a: Args, n_rows: int) -> Tensor | None:
 
 
 def _pairs(x: Tensor, turned: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    x = x[..., :turned]
-    return (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., : turned // 2], x[..., turned // 2 :])
+    half = turned // 2
+    if not interleaved:
+        return x.narrow(-1, 0, half), x.narrow(-1, half, half)
+    a, b = x.narrow(-1, 0, turned).unflatten(-1, (half, 2)).unbind(-1)
+    return a, b
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, interleaved: bool) -> Tensor:
     a, b = _pairs(x.to(cos.dtype), turned, interleaved)
     a, b = a * cos - b * sin, b * cos + a * sin
     y = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
-    y = torch.cat((y.to(x.dtype), x[..., turned:]), -1)
+    y = torch.cat((y.to(x.dtype), x.narrow(-1, turned, x.shape[-1] - turned)), -1)
     # Chosen by x, for its strides.
     return torch.where(torch.arange(x.shape[-1], device=x.device) >= turned, x, y)
 
@@ -386,21 +415,22 @@ _QUERY, _KEY, _COS, _SIN = range(4)
 
 def _kept(a: Args, needs: Sequence[bool]) -> list[Any]:
     """What the gradient needs: not query and key, unless the tables have one too."""
-    keep = list(a[:_N])
+    keep: list[Any] = [*a[:_N]]
     if not (needs[_COS] or needs[_SIN]):
         keep[_QUERY] = keep[_KEY] = None
     # Those of inference mode can't be kept.
     return [t.clone() if t is not None and t.is_inference() else t for t in keep]
 
 
-def _gradients(grads: Sequence[Tensor | None], kept: Sequence[Any], flags: Sequence[Any], needs: Sequence[bool], run: Any) -> list[Any]:
+def _gradients(
+    grads: Sequence[Tensor | None], kept: Sequence[Any], flags: Sequence[Any], needs: Sequence[bool], run: Any
+) -> list[Any]:
     """Of the tensors among Args' fields; ``run`` turns the arguments and returns a sequence."""
-    *_, seq_dim, rotary_dim, back = flags
     wanted = [i for i in (_QUERY, _KEY) if needs[i] and grads[i] is not None]
     found: list[Any] = [None] * _N
     if wanted:
         given = [grads[i] for i in wanted]
-        turned = run(given[0], given[1] if len(given) > 1 else None, *kept[2:], *flags[:-1], not back)
+        turned = run(given[0], given[1] if len(given) > 1 else None, *kept[2:], *flags[:-1], not flags[-1])
         for i, g in zip(wanted, turned):
             found[i] = g
     if (needs[_COS] or needs[_SIN]) and any(g is not None for g in grads):
@@ -461,7 +491,7 @@ _SCHEMA = (
 
 def _setup(ctx, inputs, output):
     needs = list(ctx.needs_input_grad[:_N])
-    ctx.save_for_backward(*_kept(Args(*inputs, False), needs))
+    ctx.save_for_backward(*_kept(Args._make((*inputs, False)), needs))
     ctx.flags, ctx.needs = inputs[_N:], needs
     ctx.set_materialize_grads(False)
 
@@ -487,9 +517,11 @@ def _runner(back: bool) -> Any:
 
 
 def _fake(*args: Any) -> list[Tensor]:
-    a = Args(*args, False)
+    a = Args._make((*args, False))
     _turned(a)
-    return [x.new_empty_strided(x.shape, output_strides(x.shape, [x.stride()])) for x in (a.query, a.key) if x is not None]
+    return [
+        x.new_empty_strided(x.shape, output_strides(x.shape, [x.stride()])) for x in (a.query, a.key) if x is not None
+    ]
 
 
 _forward_op, _backward_op = (
@@ -504,11 +536,15 @@ def _library(*given: Any) -> Any:
     return found[0] if a.key is None else tuple(found)
 
 
+def _run_as_is(*args: Any) -> Any:
+    return _call(*args)
+
+
 # A subclass was seen by the public function already; what comes here of one is the gradient's call.
 _OP = Op(
-    "rotary_embedding", lambda *args: (_call, args), _library, _composite, autocast=lambda *args: args, dtypes=None
+    "rotary_embedding", lambda *args: (_run_as_is, args), _library, _composite, autocast=lambda *args: args, dtypes=None
 )
-_call = routed(_rotate, _Rotate, lambda *args: _OP)
+_call: Any = routed(_rotate, _Rotate, lambda *args: _OP)
 
 
 # --- public ----------------------------------------------------------------------------------------------------------
@@ -546,8 +582,8 @@ def rotary_embedding(
         key: A second tensor, of which only the number of heads may differ; both are turned in one launch.
         offsets: Position of the first token: a number, or a tensor of int32 or int64 on the device with one for all or one for each
             batch entry or packed sequence, as for decoding with a cache.
-        cu_seqlens: (sequences + 1,), int32 or int64: the batch is packed, and positions begin anew at each of these tokens. query is
-            then (tokens, heads, head_dim). Tokens of no sequence are not turned.
+        cu_seqlens: (sequences + 1,), int32 or int64: the batch is packed, and positions begin anew at each of these tokens.
+            query is then (tokens, heads, head_dim). Tokens of no sequence are not turned.
         seq_dim: Which dimension of query counts the tokens: the last but one, -2, or the last but two, -3; or the same from the
             front. By default -2, and -3 with ``cu_seqlens``.
         rotary_dim: R; the dims behind it are copied as they are. By default it is told by the tables: their columns where these are
@@ -585,8 +621,8 @@ def rotary_embedding(
         )
     if not isinstance(offsets, Tensor):
         cos, sin = _from_offset(query, cos, sin, position_ids, cu_seqlens, offsets, seq_dim)
-        offsets = None  # type: ignore[assignment]
-    args = (query, key, cos, sin, position_ids, offsets, cu_seqlens, bool(interleaved), seq_dim, rotary_dim, False)
+    first = offsets if isinstance(offsets, Tensor) else None
+    args = (query, key, cos, sin, position_ids, first, cu_seqlens, bool(interleaved), seq_dim, rotary_dim, False)
     if inplace:
         return _in_place(args)
     if compiling():
@@ -602,7 +638,7 @@ def _require_tensors(*, optional: bool = False, **values: Any) -> None:
 
 def _from_offset(query, cos, sin, ids, starts, offset, seq_dim):
     """The tables from the row of the first token on: a number among a plan's arguments would need a plan for each."""
-    if isinstance(offset, (bool, float)) or not hasattr(offset, "__index__"):
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"rotary_embedding(): argument 'offsets' must be int or Tensor, not {type(offset).__name__}")
     if isinstance(offset, int) and offset == 0:
         return cos, sin
@@ -614,7 +650,7 @@ def _from_offset(query, cos, sin, ids, starts, offset, seq_dim):
     tokens = query.shape[seq_dim] if starts is None else 0
     if not 0 <= offset <= rows - tokens:
         raise IndexError(
-            f"rotary_embedding(): offsets is {offset}, query {tuple(query.shape)} has {tokens} tokens; cos and sin have {rows} positions"
+            f"rotary_embedding(): offsets is {offset}, but there are {rows} positions, and {tokens} tokens of query"
         )
     length = tokens if starts is None else rows - offset
     return cos.narrow(-2, offset, length), sin.narrow(-2, offset, length)
@@ -630,7 +666,7 @@ def _in_place(args: tuple) -> Any:
         # Torch knows what may be written to, and how the gradient goes on.
         for t in both:
             t.copy_(_call_or_library(a._replace(query=t.clone(), key=None)))
-    elif route == 1 or (len(both) == 2 and _meet(*both, a.seq_dim)):
+    elif route == 1 or (len(both) == 2 and _meet(a.query, a.key, a.seq_dim)):
         _turned(a)  # before anything is written
         for t in both:
             one = a._replace(query=t, key=None)
@@ -652,20 +688,24 @@ def _call_or_library(a: Args) -> Tensor:
 
 def _meet(query: Tensor, key: Tensor, seq_dim: int) -> bool:
     """Whether an element may be in both: not where they share no memory, or are parts of one packed tensor's tokens."""
-    ends = [[t.data_ptr() + side for side in (0, t.element_size() * (1 + _reach(t.shape, t.stride())))] for t in (query, key)]
+    ends = [
+        [t.data_ptr() + side for side in (0, t.element_size() * (1 + _reach(t.shape, t.stride())))]
+        for t in (query, key)
+    ]
     (begin, end), (other_begin, other_end) = ends
     if query.numel() == 0 or key.numel() == 0 or end <= other_begin or other_end <= begin:
         return False
     shape, strides, other = (_four(x, seq_dim, 1) for x in (query.shape, query.stride(), key.stride()))
-    if any(n > 1 and s != o for n, s, o in zip(shape[::2][:2], strides[::2][:2], other[::2][:2])):
+    if any(n > 1 and s != o for n, s, o in zip(shape[::2], strides[::2], other[::2])):
         return True
     # Within a token: heads and dims of each, side by side, in steps that the tokens' strides leave room for.
-    size, inner = query.element_size(), [1 + _reach(_four(t.shape, seq_dim, 1)[1::2], _four(t.stride(), seq_dim, 0)[1::2]) for t in (query, key)]
-    first, second = sorted(((begin, inner[0]), (other_begin, inner[1])))
+    size = query.element_size()
+    inner = (1 + _reach(_four(t.shape, seq_dim, 1)[1::2], _four(t.stride(), seq_dim, 0)[1::2]) for t in (query, key))
+    first, second = sorted(zip((begin, other_begin), inner))
     if first[0] + first[1] * size > second[0]:
         return True
     room = (second[0] - first[0]) // size + second[1]
-    for stride, n in sorted((s, n) for n, s in zip(shape[::2][:2], strides[::2][:2]) if n > 1):
+    for stride, n in sorted((s, n) for n, s in zip(shape[::2], strides[::2]) if n > 1):
         if stride < room:
             return True
         room += stride * (n - 1)
@@ -683,7 +723,9 @@ def _reference(query, cos, sin, position_ids=None, interleaved=False, key=None, 
     return _composite(query, key, cos, sin, position_ids, None, None, interleaved, seq_dim % -4, rotary_dim, False)
 
 
-def tables(positions: int, turned: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def tables(
+    positions: int, turned: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """cos and sin, (positions, turned / 2), of the usual angles."""
     frequency = 10000.0 ** (-torch.arange(turned // 2, device=device, dtype=torch.float64) * 2 / max(turned, 1))
     angle = torch.arange(positions, device=device, dtype=torch.float64)[:, None] * frequency
@@ -707,7 +749,7 @@ def _inputs(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         cos, sin = tables(max(shape[-2], 4), turned, torch.float64 if dtype == torch.float64 else torch.float32, device)
         yield Sample(label, (made(*shape), cos, sin, None, interleaved))
     cos, sin = tables(5, 16, torch.float64 if dtype == torch.float64 else torch.float32, device)
-    yield Sample("tokens first, with keys", (made(2, 5, 6, 24), cos, sin, None, False, made(2, 5, 2, 24)), {"seq_dim": -3})
+    yield Sample("tokens first", (made(2, 5, 6, 24), cos, sin), {"seq_dim": -3})
     wide = [torch.cat((t, t), -1).to(dtype).expand(2, 5, 16) for t in (cos, sin)]
     yield Sample("tables of a batch, twice as wide", (made(2, 6, 5, 16), *wide))
 
