@@ -19,7 +19,7 @@
 
 namespace rotary {
 
-inline constexpr int kThreads = 256;
+inline constexpr int kThreads = 128;
 
 // One tensor and its result.
 template <class T>
@@ -121,7 +121,7 @@ TK_DEVICE void read(const Table<C>& table, int64_t batch, int64_t row, int64_t c
 
 // A thread's two vectors are column and column + n_turning of those that turn, so that neighbours read what lies side by side.
 template <class T, class C, bool kInterleaved, int kVec, bool kTables, int kHeads>
-__global__ void __launch_bounds__(kThreads) turn(const __grid_constant__ Arguments<T, C> a)
+__global__ void __launch_bounds__(kThreads, 5) turn(const __grid_constant__ Arguments<T, C> a)
 {
     using Acc = tk::accumulator_t<T>;
     using Vec = tk::Vec<T, kVec>;

@@ -28,7 +28,7 @@ from .._template import template
 from .._torch import Op, compiling, filled, may_overlap, routed, written
 from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
 
-THREADS = 256  # of a block: rotary::kThreads
+THREADS = 128  # of a block: rotary::kThreads
 MOST = 2**31 - THREADS  # threads that a kernel counts in 32 bits
 
 # --- a call's arguments ----------------------------------------------------------------------------------------------
