@@ -436,3 +436,79 @@ def _flash_attn_4(key: str) -> Pair:
         return as_tuple(flash_attn_func(q, k, v, causal=is_causal, window_size=window))[0].transpose(1, 2)
 
     return through_autograd(packed if key == "varlen" else padded)
+
+
+# --- Rotary embedding ------------------------------------------------------------
+
+ROTARY = "rotary_embedding"
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def _rotate_pairs(x: torch.Tensor) -> torch.Tensor:
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack((-b, a), -1).flatten(-2)
+
+
+def _as_models_do(query: Any, cos: Any, sin: Any, ids: Any, interleaved: bool, key: Any, *, seq_dim: int = -2) -> Any:
+    """apply_rotary_pos_emb of transformers, computed in float32 and rounded once."""
+    turned = 2 * cos.shape[-1]
+    rows = (lambda t: t[: query.shape[seq_dim]]) if ids is None else (lambda t: t[ids])
+    spread = (lambda t: t.repeat_interleave(2, -1)) if interleaved else (lambda t: torch.cat((t, t), -1))
+    cos, sin = (spread(rows(t)).unsqueeze(-3 if seq_dim == -2 else -2) for t in (cos, sin))
+    rotate = _rotate_pairs if interleaved else _rotate_half
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        part = x[..., :turned].float()
+        y = (part * cos + rotate(part) * sin).to(x.dtype)
+        return y if turned == x.shape[-1] else torch.cat((y, x[..., turned:]), -1)
+
+    return turn(query) if key is None else (turn(query), turn(key))
+
+
+@peer("torch", ROTARY)
+def _torch_rotary(key: str) -> Pair:
+    return through_autograd(_as_models_do)
+
+
+@peer("torch.compile", ROTARY)
+def _compiled_rotary(key: str) -> Pair:
+    return made_for(lambda call: compiled(_as_models_do))
+
+
+@peer("liger", ROTARY)
+def _liger_rotary(key: str) -> Pair:
+    """Its kernel works in place where tokens lie first; these it copies before. The tables are made ahead."""
+    from liger_kernel.ops import LigerRopeFunction
+
+    def make(call: Call) -> Callable[..., Any]:
+        query, cos, sin, ids, interleaved, keys = call.args
+        if interleaved or keys is None or ids is not None or 2 * cos.shape[-1] != query.shape[-1]:
+            raise NotApplicable("halves of whole heads, queries and keys, no position ids")
+        if call.kwargs.get("seq_dim", -2) != -2:
+            raise NotApplicable("heads first only")
+        cos, sin = (torch.cat((t, t), -1)[None].to(query.dtype) for t in (cos, sin))
+        return lambda query, _cos, _sin, _ids, _interleaved, keys: LigerRopeFunction.apply(query, keys, cos, sin)
+
+    return made_for(make)
+
+
+@peer("flash-attn", ROTARY)
+def _flash_rotary(key: str) -> Pair:
+    """A launch each for queries and keys."""
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    def make(call: Call) -> Callable[..., Any]:
+        if call.args[3] is not None or call.kwargs.get("seq_dim", -2) != -3:
+            raise NotApplicable("tokens first only, no position ids")
+
+        def function(query: Any, cos: Any, sin: Any, ids: Any, interleaved: bool, keys: Any, **_: Any) -> Any:
+            found = tuple(apply_rotary_emb(x, cos, sin, interleaved) for x in (query, keys) if x is not None)
+            return found if keys is not None else found[0]
+
+        return function
+
+    return made_for(make)

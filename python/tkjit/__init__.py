@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         swiglu,
         tanh,
     )
+    from .ops.rotary import rotary_embedding
     from .ops.softmax import log_softmax, softmax
 
 # name -> the module that holds it
@@ -67,6 +68,7 @@ _LAZY = {
     "reglu": "ops.pointwise",
     "relu": "ops.pointwise",
     "rms_norm": "ops.layer_norm",
+    "rotary_embedding": "ops.rotary",
     "scaled_dot_product_attention": "ops.attention",
     "sigmoid": "ops.pointwise",
     "silu": "ops.pointwise",
@@ -114,6 +116,7 @@ __all__ = [
     "reglu",
     "relu",
     "rms_norm",
+    "rotary_embedding",
     "scaled_dot_product_attention",
     "sigmoid",
     "silu",

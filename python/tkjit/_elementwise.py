@@ -270,8 +270,8 @@ def output_strides(shape: Sequence[int], tensors: Sequence[Sequence[int]]) -> tu
                 continue
             if strides[a] != strides[b]:
                 return 1 if strides[a] < strides[b] else -1
-            if shape[a] > shape[b]:
-                return -1
+            if shape[b] > shape[a]:
+                return 1
         return 0
 
     order = list(range(len(shape)))[::-1]  # from the innermost out
