@@ -135,9 +135,7 @@ class Text:
         values = [f"[[maybe_unused]] const {_value(kind)} {name}" for kind, name in self.inputs]
         mark = "_" if self.declares else ""
         values += [f"Out{i}& {name}{mark}" for i, (_, name) in enumerate(self.outputs)]
-        random = (
-            "        [[maybe_unused]] const float random = tk::below_one(random_bits);\n" if self.is_random else ""
-        )
+        random = "        [[maybe_unused]] const float random = tk::below_one(random_bits);\n" if self.is_random else ""
         stores = "".join(f"        {name}_ = {name};\n" for _, name in self.outputs if self.declares)
         source = f"""#include "parts/elementwise.cuh"
 {self.preamble}

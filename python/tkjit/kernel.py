@@ -127,7 +127,12 @@ class Elementwise:
         )
 
     def gradients(
-        self, grads: Sequence[Tensor | None], args: Sequence[Any], outs: Sequence[Any], likes: Likes, needs: Sequence[bool]
+        self,
+        grads: Sequence[Tensor | None],
+        args: Sequence[Any],
+        outs: Sequence[Any],
+        likes: Likes,
+        needs: Sequence[bool],
     ) -> list:
         """Of each argument; None for numbers and where none is needed. Of arguments and outputs only those kept are there."""
         if torch.is_grad_enabled() and not self._differentiates_itself:
@@ -217,9 +222,7 @@ class _Function(torch.autograd.Function):
         outs = found if isinstance(found, tuple) else (found,)
         ctx.likes = _likes((*args, *outs))
         values = (*args, *outs)
-        ctx.save_for_backward(
-            *(v if kept else None for v, kept in zip(values, op.kept) if isinstance(v, Tensor))
-        )
+        ctx.save_for_backward(*(v if kept else None for v, kept in zip(values, op.kept) if isinstance(v, Tensor)))
         return found
 
     @staticmethod
