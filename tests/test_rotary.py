@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -366,6 +367,19 @@ def test_in_place_has_a_gradient(place: str) -> None:
         tkjit.rotary_embedding(leaf, cos, sin, seq_dim=1, inplace=True)
 
 
+def test_in_place_leaves_to_torch_what_it_refuses() -> None:
+    leaf = torch.randn(2, 6, 8).requires_grad_()
+    made_of = leaf * 2
+    with torch.no_grad():
+        hidden = made_of[:, 1:]
+    for t in (leaf, leaf.view(12, 8), leaf[:, :3], made_of.split(3, 1)[0], made_of.unbind()[1], hidden):
+        assert rotary._is_torchs(t, True) and not rotary._is_torchs(t, False)
+        with pytest.raises(RuntimeError, match=r"in-?place"):
+            tkjit.rotary_embedding(t, *rotary.tables(t.shape[-2], 8), inplace=True)
+    for t in (made_of, made_of[:, :3], made_of.transpose(0, 1)):
+        assert not rotary._is_torchs(t, True)
+
+
 def test_in_place_of_what_overlaps(place: str) -> None:
     cos, sin = tables(place, 5, 16)
     x = made(place, 2, 4, 5, 16)
@@ -420,7 +434,8 @@ def test_tables_have_gradients(interleaved: bool, place: str) -> None:
             def ours(q: Tensor, k: Tensor, c: Tensor, s: Tensor, given: Tensor | None = given) -> tuple:
                 return tkjit.rotary_embedding(q, c, s, given, interleaved, k)
 
-            assert torch.autograd.gradcheck(ours, leaves) and torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
+            assert torch.autograd.gradcheck(ours, leaves, fast_mode=True)
+            assert torch.autograd.gradgradcheck(ours, leaves, fast_mode=True)
     packed = (
         q.transpose(1, 2)[0].contiguous().requires_grad_(),
         cos.clone().requires_grad_(),
@@ -558,7 +573,7 @@ def test_wrong_calls_are_refused_before_anything_runs() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_for_every_architecture_and_spill_nothing(arch: str, request: pytest.FixtureRequest) -> None:
     kernels = list(dict.fromkeys(rotary.all_kernels()))
-    for kernel in kernels if request.config.getoption("--all-kernels") else kernels[::23]:
+    for kernel in kernels if request.config.getoption("--all-kernels") else kernels[::37]:
         facts = kernel.compiled(arch).facts
         assert facts["spill_stores"] == facts["spill_loads"] == 0, (kernel.expression, facts)
 
@@ -575,6 +590,51 @@ def test_every_order_of_the_threads_gives_the_same(place: str) -> None:
             got = tkjit.rotary_embedding(args[0], cos, sin, key=args[1])
         want = want or got
         assert all(map(torch.equal, got, want))
+
+
+@both_forms
+def test_every_choice_of_heads_tiles_and_vectors_gives_the_same_bits(
+    interleaved: bool, place: str, monkeypatch
+) -> None:
+    pick = rotary.Config.pick
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for width, part in ((32, 32), (48, 16), (40, 24), (10, 6)):
+            q, k = made(place, 2, 6, 11, width, dtype=dtype), made(place, 2, 3, 11, width, dtype=dtype)
+            given = (*tables(place, 11, part), None, interleaved, k)
+            want = None
+            for more in (
+                {"heads": 1, "tile": 1}, {"heads": 2, "tile": 2}, {"heads": 4, "tile": 8}, {"heads": 4, "tile": 1, "tables": False},
+                {"heads": 2, "tile": 4, "vec": 1, "tables": False},
+            ):  # fmt: skip
+                chosen = lambda *args, more=more: dataclasses.replace(pick(*args), **more)  # noqa: E731
+                monkeypatch.setattr(rotary.Config, "pick", chosen)
+                tkjit.cache.clear_plans()
+                got = tkjit.rotary_embedding(q, *given)
+                want = want or got
+                assert all(map(torch.equal, got, want)), (dtype, width, part, more)
+            for x, y in zip((q, k), want, strict=True):
+                torch.testing.assert_close(y, plain(x, *given[:2], interleaved=interleaved))
+    tkjit.cache.clear_plans()
+
+
+def test_large_calls_read_each_row_of_the_tables_for_four_heads() -> None:
+    device = rotary.Device.of_arch("sm_90a")
+
+    def chosen(shape: tuple, seq_dim: int, dtype: str = "bfloat16", part: int = 128, interleaved: bool = False):
+        x, t = (rotary.Spec(kind, s, _dense(s), 0, 16) for kind, s in ((dtype, shape), ("float32", (4096, part // 2))))
+        a = rotary.Args(x, None, t, t, None, None, None, interleaved, seq_dim, None, False)
+        return rotary.Config.pick(a, part, [(x, rotary._like(x))], device)
+
+    assert chosen((8, 32, 4096, 128), -2) == rotary.Config(vec=8, tables=True, heads=4, tile=8)
+    assert chosen((8, 4096, 32, 128), -3) == rotary.Config(vec=8, tables=True, heads=4, tile=1)
+    assert chosen((8, 4096, 32, 128), -3, "float32") == rotary.Config(vec=4, tables=True, heads=4, tile=1)
+    assert chosen((8, 4096, 32, 80), -3, part=20) == rotary.Config(vec=2, tables=True, heads=4, tile=1)
+    assert chosen((8, 4096, 32, 80), -3, part=24, interleaved=True).vec == 8
+    assert chosen((64, 1, 32, 128), -3).heads == 1 and chosen((8, 1, 4096, 128), -2) == rotary.Config(8, True, 1, 8)
+
+
+def _dense(shape: tuple) -> tuple:
+    return torch.empty(shape, device="meta").stride()
 
 
 @both_forms

@@ -69,6 +69,17 @@ struct Arguments {
     double sign;
 };
 
+// The turn, rounded in one way whatever the kernel: which product is fused is not the compiler's choice.
+TK_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TK_DEVICE double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+template <class Acc>
+TK_DEVICE void turn_pair(Acc a, Acc b, Acc cos, Acc sin, Acc& y_a, Acc& y_b)
+{
+    y_a = fused(a, cos, -(b * sin));
+    y_b = fused(b, cos, a * sin);
+}
+
 // Which row of the tables a token has. turns: false where it is in no sequence; then it has none.
 template <class A>
 TK_DEVICE int64_t position(const A& a, int64_t batch, int64_t token, bool& turns)
@@ -211,11 +222,9 @@ __global__ void __launch_bounds__(kThreads, 5) turn(const __grid_constant__ Argu
                     if constexpr (kInterleaved && kVec > 1) {
                         constexpr int kHalf = kVec / 2;
                         const int from = k / kHalf, at = k % kHalf * 2;
-                        q[from][at] = p[from][at] * c[k] - p[from][at + 1] * s[k];
-                        q[from][at + 1] = p[from][at + 1] * c[k] + p[from][at] * s[k];
+                        turn_pair(p[from][at], p[from][at + 1], c[k], s[k], q[from][at], q[from][at + 1]);
                     } else {
-                        q[0][k] = p[0][k] * c[k] - p[1][k] * s[k];
-                        q[1][k] = p[1][k] * c[k] + p[0][k] * s[k];
+                        turn_pair(p[0][k], p[1][k], c[k], s[k], q[0][k], q[1][k]);
                     }
                 }
                 v[h][0] = Vec::pack(q[0]);

@@ -170,7 +170,12 @@ class Config:
         ):
             vec //= 2
         entries = vec // 2 if a.interleaved else vec
-        tables = vec > 1 and all(_in_vectors(t, entries, min(16, entries * t.itemsize)) for t in (a.cos, a.sin))
+        # Vectors of float64 are more than the registers hold beside those of a smaller type.
+        tables = (
+            vec > 1
+            and a.cos.itemsize <= max(4, a.query.itemsize)
+            and all(_in_vectors(t, entries, min(16, entries * t.itemsize)) for t in (a.cos, a.sin))
+        )
         batch, _, tokens, _ = _four(a.query.shape, a.seq_dim, 1)
         counts = [_four(x.shape, a.seq_dim, 1)[1] for x, _ in sides]
         # 128 bytes on their way a thread, and a table read for four heads; but fill the GPU first.
@@ -277,7 +282,9 @@ def all_kernels() -> Iterator[Any]:
             for interleaved in (False, True):
                 vec = 16 // ITEMSIZE[dtype]
                 while vec >= 1:
-                    for in_vectors in (False, True) if vec > 1 else (False,):
+                    for in_vectors in (
+                        (False, True) if vec > 1 and ITEMSIZE[tables] <= max(4, ITEMSIZE[dtype]) else (False,)
+                    ):
                         for heads in (1, 2, 4):
                             yield _kernel(dtype, tables, interleaved, Config(vec, in_vectors, heads, 1))
                     vec //= 2
@@ -609,8 +616,10 @@ def rotary_embedding(
         return handle_torch_function(
             rotary_embedding, tensors, query, cos, sin, position_ids, interleaved, key, **given
         )
-    _require_tensors(query=query, cos=cos, sin=sin)
-    _require_tensors(position_ids=position_ids, key=key, cu_seqlens=cu_seqlens, optional=True)
+    if not (isinstance(query, Tensor) and isinstance(cos, Tensor) and isinstance(sin, Tensor)):
+        _require_tensors(query=query, cos=cos, sin=sin)
+    if not (position_ids is key is cu_seqlens is None):
+        _require_tensors(position_ids=position_ids, key=key, cu_seqlens=cu_seqlens, optional=True)
     if seq_dim is None:
         seq_dim = -2 if cu_seqlens is None else -3
     elif seq_dim >= 0:
@@ -619,9 +628,11 @@ def rotary_embedding(
         raise ValueError(
             f"rotary_embedding(): seq_dim must be the last dimension but one or but two, query is {tuple(query.shape)}"
         )
-    if not isinstance(offsets, Tensor):
+    first = None
+    if isinstance(offsets, Tensor):
+        first = offsets
+    elif offsets.__class__ is not int or offsets != 0:
         cos, sin = _from_offset(query, cos, sin, position_ids, cu_seqlens, offsets, seq_dim)
-    first = offsets if isinstance(offsets, Tensor) else None
     args = (query, key, cos, sin, position_ids, first, cu_seqlens, bool(interleaved), seq_dim, rotary_dim, False)
     if inplace:
         return _in_place(args)
@@ -662,7 +673,7 @@ def _in_place(args: tuple) -> Any:
     given = [t for t in a[:_N] if t is not None]
     route = 2 if compiling() else _core.route(*given)
     tables = torch.is_grad_enabled() and (a.cos.requires_grad or a.sin.requires_grad)
-    if route == 2 or tables or any(map(may_overlap, both)):
+    if route == 2 or tables or any(_is_torchs(t, route == 1) for t in both):
         # Torch knows what may be written to, and how the gradient goes on.
         for t in both:
             t.copy_(_call_or_library(a._replace(query=t.clone(), key=None)))
@@ -680,6 +691,21 @@ def _in_place(args: tuple) -> Any:
         for t in both:
             written(t)
     return a.query if a.key is None else (a.query, a.key)
+
+
+def _is_torchs(t: Tensor, recorded: bool) -> bool:
+    """Whether torch may refuse to have it written to; ``recorded``: by an autograd.Function."""
+    if not t.is_contiguous() and may_overlap(t):
+        return True
+    if not recorded:
+        return False
+    whole = t
+    if t._is_view():
+        meta = torch._C._autograd
+        if meta._get_creation_meta(t) != meta.CreationMeta.DEFAULT:
+            return True
+        whole = t._base
+    return whole.requires_grad and whole.is_leaf
 
 
 def _call_or_library(a: Args) -> Tensor:
