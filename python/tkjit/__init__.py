@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, struct, u32, u64
     from .ops.attention import scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy
-    from .ops.layer_norm import layer_norm, rms_norm
     from .ops.dropout import dropout, dropout_add
+    from .ops.layer_norm import layer_norm, rms_norm
     from .ops.pointwise import (
         add,
         copy,

@@ -117,7 +117,7 @@ class Text:
         """Outputs that are an input or another output as it is: ``T da = dy;``. Name -> of what."""
         words = _IDENTIFIER.findall(without_comments(self.body))
         kinds = {what: kind for kind, what in (*self.inputs, *self.outputs)}
-        found = dict(_COPIED.findall(without_comments(self.body)))
+        found: dict[str, str] = dict(_COPIED.findall(without_comments(self.body)))
         found = {
             name: of for name, of in found.items() if kinds.get(name) == kinds.get(of, "") and words.count(name) == 1
         }
@@ -148,7 +148,7 @@ struct Op {{
     template <{types}>
     TK_DEVICE static void apply({", ".join(values)})
     {{
-{random}#line 1 "{self.name}"
+{random}#line 1 "{self.name}.elementwise"
 {self.body}
 #line 1 "{self.name}.elementwise.cuh"
 {stores}    }}

@@ -38,7 +38,7 @@ from .._rows import (
     shared_bytes,
 )
 from .._template import template
-from .._torch import Op, _transformed, compiling, routed
+from .._torch import Op, compiling, routed, transformed
 from ..testing import DTYPE_NAMES, ROW_BYTES, BenchCase, Sample, op_cases, row_values
 
 NONE, MEAN, SUM = range(3)  # reductions, as torch numbers them
@@ -506,7 +506,7 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
         and not torch._C._len_torch_dispatch_stack()
-        and not _transformed()
+        and not transformed()
     )
 
 
