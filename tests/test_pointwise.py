@@ -191,7 +191,10 @@ def test_cudas_mathematical_functions_are_there(place: str) -> None:
 
 
 def test_text_that_is_no_cuda_tells_its_own_line() -> None:
-    with emulating("sm_90a"), pytest.raises(tkjit.CompileError, match=r"z\.elementwise:2:\d+: error: .*nothing") as caught:
+    with (
+        emulating("sm_90a"),
+        pytest.raises(tkjit.CompileError, match=r"z\.elementwise:2:\d+: error: .*nothing") as caught,
+    ):
         tkjit.elementwise("T y = x + T(1);\nT z = y.nothing();")(torch.ones(3))
     assert ">     2 | T z = y.nothing();" in str(caught.value)
 
