@@ -5,6 +5,8 @@ RUN = PYTHONPATH=python $(PYTHON)
 BIN = $(dir $(shell command -v $(PYTHON)))
 CSRC = csrc/*.[ch] csrc/abi/*.h
 ASAN = LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=1
+# What runs many kernels, and little of the core that other tests don't.
+SLOW = kernels emulated emulator_mma attention* cross_entropy layer_norm rotary
 
 .PHONY: demo test test-gpu bench lint fmt asan hostile build clean
 
@@ -29,7 +31,7 @@ fmt: $(READY)
 
 asan: $(READY)
 	TKJIT_SANITIZE=1 $(PYTHON) setup.py -q build --build-base build/asan --build-lib build/asan/lib
-	$(ASAN) PYTHONPATH=build/asan/lib $(PYTHON) -m pytest tests -m "not gpu and not package" --ignore tests/test_kernels.py --ignore tests/test_emulated.py --ignore tests/test_emulator_mma.py --ignore-glob "tests/test_attention*"
+	$(ASAN) PYTHONPATH=build/asan/lib $(PYTHON) -m pytest tests -m "not gpu and not package" $(foreach t,$(SLOW),--ignore-glob "tests/test_$(t).py")
 
 hostile: build
 	$(RUN) -m pytest tests/test_hostile.py

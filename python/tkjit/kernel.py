@@ -334,6 +334,9 @@ def elementwise(
         CompileError: At the first call, with the text's own line numbers, where the text is no CUDA.
         RuntimeError: At a call: shapes that don't broadcast; at a backward, when there is no ``grad``.
 
+    A text that names ``random``, from 0 to below 1, or ``random_bits``, 32 of them, gets them for each element by its place, with a
+    seed from torch's generator.
+
     In the text float16 and bfloat16 values are float; results are rounded once. CUDA's mathematical functions are there by their
     overloaded names (``erf``, ``sin``, ``expm1``, ``lgamma``) and in fast forms (``__expf``, ``__fdividef``); ``kFast`` is true
     where every output has two bytes. Works under torch.compile, in CUDA graphs, and for CPU tensors through the emulator.
