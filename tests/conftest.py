@@ -6,6 +6,7 @@ is an error, not a skip: a run that tested nothing must not look like one that p
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -73,6 +74,17 @@ def place(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     with emulating("sm_90a"):
         yield "cpu"
+
+
+@pytest.fixture
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of few of them, and rings for tensors of any size: blocks that live on take several rows of a small one."""
+    from tkjit import _device, _rows
+
+    monkeypatch.setattr(_rows, "RING_BYTES", 0)
+    monkeypatch.setattr(_rows, "DRAW_BYTES", 0)
+    small = {arch: dataclasses.replace(device, sms=18) for arch, device in _device._TYPICAL.items()}
+    monkeypatch.setattr(_device, "_TYPICAL", small)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ Everything here runs on the emulator with checks, and what is marked so on a GPU
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -22,7 +21,6 @@ import tkjit
 from emulate import emulating
 from judge import answer, as_leaves, assert_same, check, upstream
 from test_kernels import Kernel, compile_together, every_nth
-from tkjit import _device, _rows
 from tkjit._device import ARCHS, Device
 from tkjit.ops import cross_entropy as module
 from tkjit.testing import LAYOUTS, as_layout, assert_close, fence_intact, fenced, poison
@@ -38,25 +36,6 @@ def fresh_plans() -> Iterator[None]:
     tkjit.cache.clear_plans()
     yield
     tkjit.cache.clear_plans()
-
-
-@pytest.fixture(params=["emulator", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The CPU, emulated with checks; and the GPU."""
-    if request.param == "cuda":
-        yield "cuda"
-        return
-    with emulating("sm_90a"):
-        yield "cpu"
-
-
-@pytest.fixture
-def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings for tensors of any size, and blocks that take several rows of a small one."""
-    monkeypatch.setattr(_rows, "RING_BYTES", 0)
-    monkeypatch.setattr(_rows, "DRAW_BYTES", 0)
-    small = {arch: dataclasses.replace(device, sms=18) for arch, device in _device._TYPICAL.items()}
-    monkeypatch.setattr(_device, "_TYPICAL", small)
 
 
 def plain(

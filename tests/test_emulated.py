@@ -6,7 +6,6 @@ tensors is found here.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 import pytest
@@ -17,7 +16,6 @@ import tkjit
 from emulate import emulating
 from judge import assert_same, check
 from test_softmax import judged
-from tkjit import _device, _rows
 from tkjit.testing import OpCases, all_cases
 
 ARCHS = ("sm_80", "sm_90a")
@@ -34,15 +32,6 @@ def fresh_plans():
     tkjit.cache.clear_plans()
     yield
     tkjit.cache.clear_plans()
-
-
-@pytest.fixture
-def few_multiprocessors(monkeypatch) -> None:
-    """A GPU of two multiprocessors, and rings for tensors of any size: blocks that live on take several rows of a small one."""
-    monkeypatch.setattr(_rows, "RING_BYTES", 0)
-    monkeypatch.setattr(_rows, "DRAW_BYTES", 0)
-    small = {arch: dataclasses.replace(device, sms=18) for arch, device in _device._TYPICAL.items()}
-    monkeypatch.setattr(_device, "_TYPICAL", small)
 
 
 @every_op

@@ -5,7 +5,6 @@ What takes a ``device`` needs a GPU; the rest runs on the emulator with all chec
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -22,7 +21,7 @@ import tkjit
 from emulate import emulating
 from judge import answer, assert_same, check
 from test_kernels import compile_together
-from tkjit import _device, _rows
+from tkjit import _rows
 from tkjit._device import ARCHS, Device
 from tkjit.ops import layer_norm as module
 from tkjit.testing import FLOOR, as_layout, assert_close, fenced, poison
@@ -42,15 +41,6 @@ def emulated() -> Iterator[str]:
     with emulating("sm_90a"):
         yield "cpu"
     tkjit.cache.clear_plans()
-
-
-@pytest.fixture
-def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings for tensors of any size, and blocks that take several rows of a small one."""
-    monkeypatch.setattr(_rows, "RING_BYTES", 0)
-    monkeypatch.setattr(_rows, "DRAW_BYTES", 0)
-    small = {arch: dataclasses.replace(device, sms=18) for arch, device in _device._TYPICAL.items()}
-    monkeypatch.setattr(_device, "_TYPICAL", small)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
