@@ -120,9 +120,11 @@ def through_autograd(function: Callable[..., Any]) -> Pair:
     return forward, backward
 
 
-def made_for(make: Callable[[Call], Callable[..., Any]]) -> Pair:
+def made_for(
+    make: Callable[[Call], Callable[..., Any]], pair: Callable[[Callable[..., Any]], Pair] = through_autograd
+) -> Pair:
     """The same of a function that is made for the call, with whatever it needs beside the arguments."""
-    return lambda call: through_autograd(make(call))[0](call), lambda call: through_autograd(make(call))[1](call)
+    return lambda call: pair(make(call))[0](call), lambda call: pair(make(call))[1](call)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,11 +275,7 @@ def _torch_cross_entropy(key: str) -> Pair:
 
 @peer("torch.compile", "cross_entropy")
 def _compiled_cross_entropy(key: str) -> Pair:
-    def fresh() -> Pair:
-        torch._dynamo.reset()
-        return _step(torch.compile(torch.nn.functional.cross_entropy, dynamic=False))
-
-    return lambda call: fresh()[0](call), lambda call: fresh()[1](call)
+    return made_for(lambda call: compiled(torch.nn.functional.cross_entropy), _step)
 
 
 @peer("quack", "cross_entropy")
