@@ -504,6 +504,11 @@ def any_team(n: int) -> int:
     return 256 if n > 2048 else min(power_of_two(ceil_div(n, 4)), 32)
 
 
+def acc_of(dtype: str) -> str:
+    """The dtype of a row's sums and statistics."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 def shared_bytes(threads: int, value_size: int, cluster: int = 1, ring: bool = False) -> int:
     """sizeof(row::Shared): barriers, drawn tiles, and two sets of the values that a reduction exchanges."""
     warps = threads // 32

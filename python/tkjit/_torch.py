@@ -20,6 +20,9 @@ from . import _core
 from ._errors import DeviceError
 from ._plan import require_dtype
 
+# What the kernels of floating numbers take.
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 # True while torch.compile traces; costs a call that returns False otherwise.
 compiling = torch.compiler.is_dynamo_compiling
 
@@ -101,6 +104,35 @@ def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
 def transformed() -> bool:
     """Inside vmap, grad or another functorch transform, or with a forward-mode level open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What the kernels compute in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def refusing_as(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """torch's own function, for what has no kernel, or its refusal under our name."""
+    try:
+        return function(*args)
+    except Exception as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def gradients_through(
+    function: Callable[..., Any], tensors: Sequence[Tensor | None], upstream: Sequence[Tensor | None] | Tensor
+) -> list[Tensor | None]:
+    """Gradients of ``function(*tensors)`` for each of the tensors, by torch's own ops, which torch can differentiate on."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since one may be a function of another: each gradient is to leave out what comes through the others.
+        given = [
+            t if t is None else t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_()
+            for t in tensors
+        ]
+        sources = [t for t in given if t is not None]
+        found = iter(torch.autograd.grad(function(*given), sources, upstream, create_graph=again, allow_unused=True))
+    return [None if t is None else next(found) for t in given]
 
 
 def drawn_seed(like: Tensor) -> Tensor:
@@ -220,13 +252,13 @@ def may_write_directly(out: Tensor, source: Tensor) -> bool:
         return False
     if out.numel() == 0:
         return True
-    (out_begin, out_end), (begin, end) = _reach(out), _reach(source)
+    (out_begin, out_end), (begin, end) = reach(out), reach(source)
     if out_end <= begin or end <= out_begin:
         return True
     return out_begin == begin and out.stride() == source.stride() and out.dtype == source.dtype
 
 
-def _reach(tensor: Tensor) -> tuple[int, int]:
+def reach(tensor: Tensor) -> tuple[int, int]:
     """Addresses of the first byte, and of the one behind the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

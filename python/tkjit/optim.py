@@ -6,6 +6,7 @@ Written with :class:`tkjit.Kernel`, as a user would write it.
 from __future__ import annotations
 
 import array
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from ._torch import FLOATING, accumulator
 from .kernel import Kernel, f32, f64, i32, struct, u32
 
 __all__ = ["AdamW"]
@@ -24,7 +26,9 @@ THREADS = 256
 BYTES = 16  # of a parameter's vector
 UNROLL = 1
 
-SOURCE = r"""
+SOURCE = (
+    f"constexpr int kMany = {MANY}, kSteps = {STEPS}, kThreads = {THREADS};\n"
+    + r"""
 // AdamW over many tensors, element by element of their memory:
 //
 //   g = sign * g / grad_scale          m = m + (g - m) * (1 - beta1)        v = beta2 * v + (1 - beta2) * g * g
@@ -34,7 +38,6 @@ SOURCE = r"""
 // Bytes: p, g, m and v are read once and p, m and v written once: 28 a float parameter.
 // The host guarantees: the tensors of one index have one layout without gaps; first[i] counts the blocks before tensor i, of
 // kThreads * kUnroll vectors each.
-constexpr int kMany = 72, kSteps = 480, kThreads = 256;
 
 // decay, step_size and scale of a tensor, and the step itself.
 template <class A> struct Factors { A decay, step_size, scale, step; };
@@ -240,29 +243,20 @@ __global__ void count_steps(
     out[i] = f;
 }
 """
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_kernels: dict[Any, Kernel] = {}
+)
 
 
+@functools.cache
 def _kernel(dtype: torch.dtype, state: torch.dtype, amsgrad: bool, stochastic: bool) -> Kernel:
-    key = (dtype, state, amsgrad, stochastic)
-    if key not in _kernels:
-        _kernels[key] = Kernel(
-            SOURCE, "adamw", T=dtype, S=state, A=_acc(dtype), kAmsgrad=amsgrad, kStochastic=stochastic,
-            kVec=BYTES // dtype.itemsize, kUnroll=UNROLL,
-        )  # fmt: skip
-    return _kernels[key]
+    return Kernel(
+        SOURCE, "adamw", T=dtype, S=state, A=accumulator(dtype), kAmsgrad=amsgrad, kStochastic=stochastic,
+        kVec=BYTES // dtype.itemsize, kUnroll=UNROLL,
+    )  # fmt: skip
 
 
+@functools.cache
 def _counter(dtype: torch.dtype) -> Kernel:
-    if dtype not in _kernels:
-        _kernels[dtype] = Kernel(SOURCE, "count_steps", A=_acc(dtype))
-    return _kernels[dtype]
-
-
-def _acc(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return Kernel(SOURCE, "count_steps", A=accumulator(dtype))
 
 
 class _Bucket:
@@ -438,7 +432,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:  # fmt: skip
         lr, (beta1, beta2) = group["lr"], map(float, group["betas"])
         rate = _to(lr, device).to(torch.float64) if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
-        rows = torch.empty((len(b.steps), 4), dtype=_acc(dtype), device=device)
+        rows = torch.empty((len(b.steps), 4), dtype=accumulator(dtype), device=device)
         for at in range(0, len(b.steps), STEPS):
             some = b.steps[at : at + STEPS]
             table = struct(some + [None] * (STEPS - len(some)), writes=some)
@@ -517,9 +511,9 @@ def _key(given: tuple[Tensor, ...], step: Tensor, on_device: bool) -> Any:
     """(device, dtype, states' dtype, whether steps are counted on the device) of what the kernel takes, else None."""
     p, g, *states = given
     dtype, state_dtype, device = p.dtype, states[0].dtype, p.device
-    if type(p) not in _PLAIN or type(g) is not Tensor or dtype not in _FLOATS or device.type not in ("cpu", "cuda"):
+    if type(p) not in _PLAIN or type(g) is not Tensor or dtype not in FLOATING or device.type not in ("cpu", "cuda"):
         return None
-    if state_dtype not in _FLOATS or p.is_neg() or g.device != device or g.layout != torch.strided:
+    if state_dtype not in FLOATING or p.is_neg() or g.device != device or g.layout != torch.strided:
         return None
     if not p.is_contiguous() and not _dense(p):
         return None

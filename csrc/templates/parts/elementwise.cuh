@@ -6,8 +6,8 @@
 // The host guarantees: dims that are one step in every tensor are one; kVec > 1: the innermost dim is whole vectors, in each
 // tensor contiguous or of stride 0, and each contiguous vector begins at a multiple of its size, or of 16 bytes.
 // Template: Op has apply(values of the inputs..., references to the outputs'...); Outs and Ins are Lists of element types,
-// Number<V> for what is one number for all, Random<> for a random number of each; kDims dims; kVec elements a vector; kUnroll vectors a thread; kSplat has bit t for
-// a tensor (outputs first) whose innermost stride is 0; Index counts vectors.
+// Number<V> for what is one number for all, Random<> for a random number of each; kDims dims; kVec elements a vector;
+// kUnroll vectors a thread; kSplat has bit t for a tensor (outputs first) whose innermost stride is 0; Index counts vectors.
 #pragma once
 #include "tk/cuda_math.cuh"
 #include "tk/philox.cuh"

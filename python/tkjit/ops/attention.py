@@ -27,7 +27,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from .._attention import DMASK, DSINKS, backward, forward, tokens_first
 from .._library import define
-from .._torch import Op, compiling, drawn_seed, filled, routed
+from .._torch import Op, accumulator, compiling, drawn_seed, filled, routed
 from ..testing import DTYPE_NAMES, BenchCase, Sample, as_tuple, op_cases
 
 MAX_HEAD_DIM = 512
@@ -230,7 +230,7 @@ def _keys_of(a: Args, t: Tensor, n: int, bounds: list[int] | None) -> Tensor:
 
 
 def _explicit_entry(a, q, k, v, mask, slopes, corner):
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = accumulator(q.dtype)
     if k.shape[-3] not in (0, q.shape[-3]):
         k, v = (t.repeat_interleave(q.shape[-3] // k.shape[-3], -3) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if a.scale is None else a.scale
@@ -316,7 +316,7 @@ def _fake(*args):
         raise RuntimeError(
             f"scaled_dot_product_attention: Expected query, key, and value of a floating type, but got {q.dtype}"
         )
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc = accumulator(q.dtype)
     return _empty_like((*q.shape[:3], v.shape[3]), q), q.new_empty((2, *q.shape[:3]), dtype=acc)
 
 
@@ -489,7 +489,7 @@ class More(NamedTuple):
             entries = packed["q_starts"].shape[0] - 1 if "q_starts" in packed else q.shape[0]
             slopes = slopes.detach().float().expand(entries, q.shape[-3]).contiguous()
         if sinks is not None:
-            sinks = sinks.to(torch.float64 if q.dtype is torch.float64 else torch.float32).contiguous()
+            sinks = sinks.to(accumulator(q.dtype)).contiguous()
         extra = zip(("e0", "e1", "e2"), mod.tensors if mod is not None else ())
         return Args(
             q, k, v, mask, seed, sinks, slopes, **packed, **dict(extra), mod=mod.text if mod is not None else None,

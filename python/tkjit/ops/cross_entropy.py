@@ -32,13 +32,14 @@ from .._rows import (
     RowConfig,
     RowKernel,
     SpanConfig,
+    acc_of,
     any_team,
     ceil_div,
     rows_struct,
     shared_bytes,
 )
 from .._template import template
-from .._torch import Op, compiling, routed, transformed
+from .._torch import Op, accumulator, compiling, filled, gradients_through, routed, transformed
 from ..testing import DTYPE_NAMES, ROW_BYTES, BenchCase, Sample, op_cases, row_values
 
 NONE, MEAN, SUM = range(3)  # reductions, as torch numbers them
@@ -104,7 +105,7 @@ class _Loss:
 
     @property
     def acc(self) -> str:
-        return "float64" if self.x.dtype == "float64" else "float32"
+        return acc_of(self.x.dtype)
 
     @property
     def value_bytes(self) -> int:
@@ -352,7 +353,7 @@ def all_kernels(device: Device, dims: int = 1) -> Iterator[tuple[str, dict[str, 
     type."""
     flags = (False, True)
     for dtype in DTYPES:
-        acc = "float64" if dtype == "float64" else "float32"
+        acc = acc_of(dtype)
         size = ITEMSIZE[dtype]
         lengths = [*range(SHORT, 2048), *range(2048, 16 * 512 * 64 + 1, 512)]
         for aligned in flags:
@@ -391,7 +392,7 @@ def _composite(x, target, weight, ignore, reduction, smoothing, z_loss, softcap,
     weigh = dict(weight=weight, ignore_index=ignore, label_smoothing=smoothing)
     if not (z_loss or softcap or want & LSE) and out_dtype == x.dtype:
         return F.cross_entropy(x, target, reduction=name, **weigh)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = accumulator(x.dtype)
     u = x.to(wide)
     if softcap:
         u = softcap * torch.tanh(u / softcap)
@@ -427,17 +428,7 @@ def _composite_gradient(x, g, g_lse, target, weight, *loss):
 
 def _second(ddx, x, g, g_lse, target, weight, *loss):
     """Gradients of _backward for x, g and g_lse."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Views, since g may be a function of x: each derivative is to leave out what comes through the others.
-        given = [
-            t if t is None else t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_()
-            for t in (x, g, g_lse)
-        ]
-        first = _composite_gradient(*given, target, weight, *loss)
-    wanted = [t for t in given if t is not None]
-    found = iter(torch.autograd.grad(first, wanted, ddx, create_graph=again, allow_unused=True))
-    return [next(found) if t is not None else None for t in given]
+    return gradients_through(lambda *given: _composite_gradient(*given, target, weight, *loss), (x, g, g_lse), ddx)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------
@@ -486,9 +477,7 @@ class _CrossEntropyBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *tensors):
-        # Which of g, g_lse and weight are there: ... stands for a tensor.
-        found = iter(tensors)
-        args = [next(found) if a is ... else a for a in ctx.arguments]
+        args = filled(ctx.arguments, tensors)
         ctx.save_for_backward(*args[:5])
         return _backward(*args)
 
@@ -548,7 +537,7 @@ def _run_forward(x, target, weight, *loss):
 
 def _fake(x, target, weight, ignore, reduction, smoothing, z_loss, softcap, dtype):
     require_dtype("cross_entropy", str(x.dtype).removeprefix("torch."), DTYPES)
-    acc = torch.float64 if x.dtype == torch.float64 else torch.float32
+    acc = accumulator(x.dtype)
     loss = x.new_empty(target.shape if reduction == NONE else (), dtype=dtype or x.dtype)
     stats = x.new_empty((3 if smoothing else 2, target.numel()), dtype=acc)
     return loss, x.new_empty(target.shape, dtype=acc), stats, x.new_empty((int(reduction == MEAN),), dtype=acc)
@@ -686,7 +675,7 @@ def cross_entropy(
     if target.dtype != torch.int64:
         target = target.long()
     if weight is not None:
-        weight = weight.to(torch.float64 if input.dtype == torch.float64 else torch.float32).contiguous()
+        weight = weight.to(accumulator(input.dtype)).contiguous()
     if compiling():
         args = (input, target, weight, *loss, None, want)
         autocast = torch.is_autocast_enabled(input.device.type)

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from .._torch import FLOATING, refusing_as
 from ..kernel import Elementwise, elementwise
 from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
 
 _INCLUDE = '#include "dropout.cuh"\n'
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # What becomes of a value where p is 0, where it is 1, and else.
 _NONE, _ALL, _SOME = "{}", "T(0)", "dropout::kept(random_bits, threshold, {}, scale)"
@@ -89,14 +89,6 @@ def _require(name: str, p: float, **tensors: Any) -> None:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-def _refused_or_torchs(name: str, p: float, *tensors: Any) -> Tensor:
-    """Of dtypes without kernels what torch makes of them, or its refusal under our name."""
-    try:
-        return _of_torch(p, *tensors)
-    except Exception as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Each element 0 with probability ``p``, else ``x / (1 - p)``.
 
@@ -125,10 +117,10 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         return handle_torch_function(dropout, (input,), input, p, training, inplace)
     if not training or p == 0 or input.numel() == 0:
         return input
-    if input.dtype not in _FLOATING:
+    if input.dtype not in FLOATING:
         if inplace:
             return F.dropout(input, p, True, True)
-        return _refused_or_torchs("dropout", p, input)
+        return refusing_as("dropout", _of_torch, p, input)
     if p == 1 and inplace:
         return input.zero_()
     op, numbers = _chosen(float(p), "x")
@@ -164,8 +156,8 @@ def dropout_add(
     if has_torch_function(tensors):
         return handle_torch_function(dropout_add, tensors, *_padded(tensors), p, training)
     rate = float(p) if training else 0.0
-    if any(t.dtype not in _FLOATING for t in tensors):
-        return _refused_or_torchs("dropout_add", rate, input, residual, bias)
+    if any(t.dtype not in FLOATING for t in tensors):
+        return refusing_as("dropout_add", _of_torch, rate, input, residual, bias)
     dropped = input.shape if bias is None else torch.broadcast_shapes(input.shape, bias.shape)
     try:
         whole = torch.broadcast_shapes(dropped, residual.shape)

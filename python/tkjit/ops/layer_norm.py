@@ -47,13 +47,14 @@ from .._rows import (
     RingConfig,
     RowConfig,
     RowKernel,
+    acc_of,
     ceil_div,
     power_of_two,
     rows_struct,
     shared_bytes,
 )
 from .._template import template
-from .._torch import Op, compiling, filled, routed
+from .._torch import Op, accumulator, compiling, filled, gradients_through, routed
 from ..testing import Sample, as_tuple, op_cases, row_bench, row_values
 
 # --- config ----------------------------------------------------------------------------------------------------------
@@ -111,11 +112,6 @@ def _backward_kernel(layout: Layout, device: Device) -> RowKernel | None:
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _acc(dtype: str) -> str:
-    """The type of sums and statistics."""
-    return "float64" if dtype == "float64" else "float32"
-
-
 def _number(value: float, dtype: str) -> Any:
     return f64(value) if dtype == "float64" else f32(value)
 
@@ -157,7 +153,7 @@ def _wide_params(layout: Layout) -> tuple[int, dict[str, Any], dict[str, Any]]:
     vec = 16 // layout.tensors[0].itemsize
     vec = vec if layout.aligned(vec) else 1
     dims, _ = rows_struct(layout.rows, len(layout.tensors))
-    smem = shared_bytes(THREADS, 2 * ITEMSIZE[_acc(layout.tensors[0].dtype)])
+    smem = shared_bytes(THREADS, 2 * ITEMSIZE[acc_of(layout.tensors[0].dtype)])
     launch = dict(grid=min(layout.n_rows, 2**31 - 1), block=THREADS, smem=smem)
     return layout.n // vec, dict(kVec=vec, kDims=dims), launch
 
@@ -187,7 +183,7 @@ def _forward(
             require_dtype(_name(rms), given.dtype, DTYPES)
     n = math.prod(x.shape[x.ndim - dims :])
     y, h = empty_like(x), None if residual is None else empty_like(x)
-    stats = empty((1 if rms else 3, x.numel // max(n, 1)), _acc(x.dtype), x) if save else None
+    stats = empty((1 if rms else 3, x.numel // max(n, 1)), acc_of(x.dtype), x) if save else None
     outputs = [out for out in (y, h, stats) if out is not None]
     if x.numel == 0:
         return plan(outputs)
@@ -202,7 +198,7 @@ def _forward(
     if row is not None:
         dims_, _ = rows_struct(layout.rows, len(layout.tensors))
         kernel = template("layer_norm").kernel("fwd", **types, **row.params(dims_))
-        value = 2 * ITEMSIZE[_acc(x.dtype)]
+        value = 2 * ITEMSIZE[acc_of(x.dtype)]
         launches.append(row.launch(kernel, layout, value, tensors, more, spare_extents=2 - len(inputs)))
     else:
         cells, params, launch = _wide_params(layout)
@@ -247,7 +243,7 @@ def _backward(
     given: tuple[Any, ...] = (dy_given, h_given, _whole(dh, launches), stats, _whole(weight, launches))
     shift = _number(float(zero), h.dtype)
     sums: dict[str, Any] = dict(kDw=dw is not None, kDb=db is not None)
-    size = ITEMSIZE[_acc(h.dtype)]
+    size = ITEMSIZE[acc_of(h.dtype)]
     n_dims, fields = rows_struct(layout.rows, 3)
 
     def partials(count: int) -> list[Scratch | None]:
@@ -277,7 +273,7 @@ def _backward(
             given = (*partial, *given[:2], stats, *sizes)
             launches.append(kernel.launch(grid=(across, count), block=THREADS, args=given))
     if len(outputs) > 1:
-        types = dict(Acc=_acc(h.dtype), W=weight.dtype if weight else h.dtype, B=bias_dtype or h.dtype)
+        types = dict(Acc=acc_of(h.dtype), W=weight.dtype if weight else h.dtype, B=bias_dtype or h.dtype)
         kernel = template("layer_norm").kernel("total", **types, **sums)
         given = (dw, db, *partial, i64(count), i64(layout.n))
         launches.append(kernel.launch(grid=ceil_div(layout.n, 32), block=512, smem=16 * 32 * size, args=given))
@@ -321,7 +317,7 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
                         yield "bwd_wide", dict(**backward, kVec=vec, kDims=d)
                         if parameter == dtype:
                             yield "bwd_weight", dict(T=dtype, kRms=rms, **sums, kVec=vec, kDims=d)
-        yield "total", dict(Acc=_acc(dtype), W=dtype, B=dtype, kDw=True, kDb=True)
+        yield "total", dict(Acc=acc_of(dtype), W=dtype, B=dtype, kDw=True, kDb=True)
         for d in dims:
             yield "dense", dict(T=dtype, kDims=d)
 
@@ -379,7 +375,7 @@ class _NormBackward(torch.autograd.Function):
 
 def _explicit(dy, dh, h, weight, bias_dtype, dims, eps, rms, zero, wanted):
     """What _backward gives, of torch's own ops."""
-    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    wide = accumulator(h.dtype)
     over, lead = tuple(range(-dims, 0)), tuple(range(h.dim() - dims))
 
     def mean(t: Tensor) -> Tensor:
@@ -400,18 +396,10 @@ def _explicit(dy, dh, h, weight, bias_dtype, dims, eps, rms, zero, wanted):
 
 
 def _second(gradients, dy, dh, h, stats, weight, *scalars):
-    """Gradients of _backward for its tensors, through torch's own ops, which torch can differentiate on."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # Each by itself: an h that was computed from dy is no way for dy's gradient here.
-        given = [
-            t if t is None else t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_()
-            for t in (dy, dh, h, weight)
-        ]
-        first = _explicit(*given, *scalars)
-        sources = [t for t in given if t is not None]
-        found = iter(torch.autograd.grad(first, sources, gradients, create_graph=again, allow_unused=True))
-    to_dy, to_dh, to_h, to_weight = (None if t is None else next(found) for t in given)
+    """Gradients of _backward for its tensors."""
+    to_dy, to_dh, to_h, to_weight = gradients_through(
+        lambda *given: _explicit(*given, *scalars), (dy, dh, h, weight), gradients
+    )
     return to_dy, to_dh, to_h, None, to_weight, *[None] * len(scalars)
 
 
@@ -423,7 +411,7 @@ def _rows_of(x: Tensor, dims: int) -> Any:
 
 
 def _fake(x, weight, bias, residual, dims, eps, rms, zero):
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = accumulator(x.dtype)
     outputs = [x.new_empty(x.shape) for _ in range(1 if residual is None else 2)]
     if 0 in x.shape[x.dim() - dims :]:
         return [*outputs, x.new_empty((1 if rms else 3, 0), dtype=wide)]
@@ -494,7 +482,7 @@ def _composite(x, weight, bias, residual, dims, eps, rms, zero):
     """Of torch's own op; in the sums' precision where it wants parameters of the input's dtype."""
     h = x if residual is None else x + residual
     weight = weight + 1 if zero and weight is not None else weight
-    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    wide = accumulator(h.dtype)
     mixed = any(t is not None and t.dtype != h.dtype for t in (weight, bias))
     source, w, b = (t.to(wide) if mixed and t is not None else t for t in (h, weight, bias))
     shape = h.shape[h.dim() - dims :]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import FLOATING, refusing_as
 from ..kernel import Elementwise, elementwise
 from ..testing import DTYPE_NAMES, BenchCase, OpCases, Sample, op_cases
 
@@ -121,23 +122,12 @@ _softplus = _activation(
     lambda *args: (softplus, args), "T x, T beta, T threshold",
 )  # fmt: skip
 
-# What torch's own refuse, and the dtypes that only floats have kernels for.
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 def _applied(op: Elementwise, x: Tensor, inplace: bool, *numbers: float) -> Tensor:
     _require_tensor(op.text.name, x)
-    if type(x) is Tensor and x.dtype not in _FLOATING:
-        return _of_torch(op, x, *numbers)
+    if type(x) is Tensor and x.dtype not in FLOATING:
+        return refusing_as(op.text.name, op.composite, x, *numbers)  # type: ignore[arg-type]
     return op.in_place(x, *numbers) if inplace else op(x, *numbers)
-
-
-def _of_torch(op: Elementwise, *args: Any) -> Tensor:
-    """torch's own, for what has no kernel, or its refusal under our name."""
-    try:
-        return op.composite(*args)  # type: ignore[misc]
-    except Exception as error:
-        raise type(error)(f"{op.text.name}: {error}") from None
 
 
 def relu(input: Tensor, inplace: bool = False) -> Tensor:
@@ -230,8 +220,8 @@ def _gated(op: Elementwise, gate: Tensor, up: Tensor | None) -> Tensor:
                 f"{op.text.name}(): gate and up are halves of the last dimension; {tuple(gate.shape)} has none"
             )
         gate, up = gate.chunk(2, -1)
-    if type(gate) is type(up) is Tensor and not {gate.dtype, up.dtype} <= {*_FLOATING}:
-        return _of_torch(op, gate, up)
+    if type(gate) is type(up) is Tensor and not {gate.dtype, up.dtype} <= {*FLOATING}:
+        return refusing_as(op.text.name, op.composite, gate, up)  # type: ignore[arg-type]
     return op(gate, up)
 
 

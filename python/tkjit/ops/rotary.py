@@ -25,7 +25,7 @@ from .._library import define
 from .._plan import Spec, f64, i64, plan, planned, require_dtype, struct
 from .._rows import DTYPES, ITEMSIZE, ceil_div
 from .._template import template
-from .._torch import Op, compiling, filled, may_overlap, routed, written
+from .._torch import Op, accumulator, compiling, filled, may_overlap, reach, routed, written
 from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
 
 THREADS = 128  # of a block: rotary::kThreads
@@ -316,7 +316,7 @@ def _composite(*given: Any) -> Any:
     """The same of torch's ops: for transforms, forward-mode AD, and what has no plain memory."""
     a = Args(*given[: len(Args._fields)])
     turned = _turned(a)
-    wide = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    wide = accumulator(a.query.dtype)
     cos, sin = (t.to(wide) for t in _gathered(a, turned))
     found = tuple(
         _turn(x, cos, -sin if a.back else sin, turned, a.interleaved) for x in (a.query, a.key) if x is not None
@@ -393,7 +393,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, turned: int, interleaved: bool) -
 def _table_gradients(a: Args, grads: Sequence[Tensor | None], needs: tuple[bool, bool]) -> list[Tensor | None]:
     """Of cos and sin, of torch's ops, which torch can differentiate on."""
     turned = _turned(a)
-    wide = torch.float64 if a.query.dtype == torch.float64 else torch.float32
+    wide = accumulator(a.query.dtype)
     with torch.enable_grad():
         tables = [t.detach().requires_grad_() for t in (a.cos, a.sin)]
         gathered = _gathered(a._replace(cos=tables[0], sin=tables[1]), turned)
@@ -714,11 +714,7 @@ def _call_or_library(a: Args) -> Tensor:
 
 def _meet(query: Tensor, key: Tensor, seq_dim: int) -> bool:
     """Whether an element may be in both: not where they share no memory, or are parts of one packed tensor's tokens."""
-    ends = [
-        [t.data_ptr() + side for side in (0, t.element_size() * (1 + _reach(t.shape, t.stride())))]
-        for t in (query, key)
-    ]
-    (begin, end), (other_begin, other_end) = ends
+    (begin, end), (other_begin, other_end) = reach(query), reach(key)
     if query.numel() == 0 or key.numel() == 0 or end <= other_begin or other_end <= begin:
         return False
     shape, strides, other = (_four(x, seq_dim, 1) for x in (query.shape, query.stride(), key.stride()))
@@ -726,7 +722,10 @@ def _meet(query: Tensor, key: Tensor, seq_dim: int) -> bool:
         return True
     # Within a token: heads and dims of each, side by side, in steps that the tokens' strides leave room for.
     size = query.element_size()
-    inner = (1 + _reach(_four(t.shape, seq_dim, 1)[1::2], _four(t.stride(), seq_dim, 0)[1::2]) for t in (query, key))
+    inner = (
+        1 + sum((n - 1) * s for n, s in zip(_four(t.shape, seq_dim, 1)[1::2], _four(t.stride(), seq_dim, 0)[1::2]))
+        for t in (query, key)
+    )
     first, second = sorted(zip((begin, other_begin), inner))
     if first[0] + first[1] * size > second[0]:
         return True
@@ -736,10 +735,6 @@ def _meet(query: Tensor, key: Tensor, seq_dim: int) -> bool:
             return True
         room += stride * (n - 1)
     return False
-
-
-def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
-    return sum((n - 1) * s for n, s in zip(shape, strides))
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
@@ -772,9 +767,9 @@ def _inputs(device: str, dtype: torch.dtype) -> Iterator[Sample]:
         ("nothing turns", (2, 2, 5), 0, False),
         ("no tokens", (2, 2, 0, 8), 8, False),
     ):
-        cos, sin = tables(max(shape[-2], 4), turned, torch.float64 if dtype == torch.float64 else torch.float32, device)
+        cos, sin = tables(max(shape[-2], 4), turned, accumulator(dtype), device)
         yield Sample(label, (made(*shape), cos, sin, None, interleaved))
-    cos, sin = tables(5, 16, torch.float64 if dtype == torch.float64 else torch.float32, device)
+    cos, sin = tables(5, 16, accumulator(dtype), device)
     yield Sample("tokens first", (made(2, 5, 6, 24), cos, sin), {"seq_dim": -3})
     wide = [torch.cat((t, t), -1).to(dtype).expand(2, 5, 16) for t in (cos, sin)]
     yield Sample("tables of a batch, twice as wide", (made(2, 6, 5, 16), *wide))

@@ -37,7 +37,7 @@ from .._rows import (
     shared_bytes,
 )  # fmt: skip
 from .._template import template
-from .._torch import Op, compiling, may_write_directly, routed, write_into
+from .._torch import Op, accumulator, compiling, may_write_directly, routed, write_into
 from ..testing import inner_bench, op_cases, row_bench, row_inputs
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class _SoftmaxBackward(torch.autograd.Function):
 
 def _second(ddx: Tensor, dy: Tensor, y: Tensor, dim: int, log: bool) -> tuple[Tensor, Tensor]:
     """Gradients of _backward for dy and y, of torch's own ops, which torch can differentiate on."""
-    wide = torch.float64 if y.dtype == torch.float64 else torch.float32
+    wide = accumulator(y.dtype)
     g, u, v = ddx.to(wide), dy.to(wide), y.to(wide)
     if log:
         p = v.exp()
