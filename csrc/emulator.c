@@ -80,7 +80,8 @@ typedef struct {
 typedef struct {
     int count, expected;
     uint64_t generation;
-    clocks known; /* by those that arrived */
+    clocks known;  /* by those that arrived, */
+    clocks passed; /* and by those whose meeting was complete */
 } meeting;
 
 typedef struct {
@@ -97,7 +98,7 @@ typedef struct {
     uint16_t maker;
     bool fenced;
     uint32_t made, where;
-    clocks known;
+    clocks known, passed; /* as a meeting's; a phase is one */
 } mbarrier;
 
 typedef enum { READY, WAITING, DONE } fiber_state;
@@ -348,6 +349,14 @@ join(uint32_t *into, const uint32_t *from)
     }
 }
 
+static void
+join_all(const clocks *into, const clocks *from)
+{
+    join(into->seen, from->seen);
+    join(into->fenced, from->fenced);
+    join(into->read, from->read);
+}
+
 static size_t
 clock_bytes(void)
 {
@@ -389,9 +398,7 @@ static void
 release(fiber *f, const clocks *to)
 {
     if (M->checked) {
-        join(to->seen, f->known.seen);
-        join(to->fenced, f->known.fenced);
-        join(to->read, f->known.read);
+        join_all(to, &f->known);
         tick(f);
     }
 }
@@ -400,10 +407,19 @@ static void
 acquire(fiber *f, const clocks *from)
 {
     if (M->checked && from->seen != NULL) {
-        join(f->known.seen, from->seen);
-        join(f->known.fenced, from->fenced);
-        join(f->known.read, from->read);
+        join_all(&f->known, from);
         join(f->known.read, from->seen);
+    }
+}
+
+/* What those that arrived know becomes what those that waited learn, who run
+ * later: some may have arrived for the next time by then. */
+static void
+pass_on(const clocks *known, clocks *passed)
+{
+    give_clocks(passed);
+    if (M->checked && known->seen != NULL) {
+        join_all(passed, known);
     }
 }
 
@@ -734,6 +750,7 @@ complete_meeting(meeting *m, wait_kind kind)
     if (m->count == 0 || m->count < m->expected) {
         return false;
     }
+    pass_on(&m->known, &m->passed);
     end_meeting(m);
     wake(kind, m);
     return true;
@@ -775,7 +792,7 @@ machine_barrier(int id, int threads, int arrive_only)
     while (m->generation == mine) {
         wait_here(ON_BARRIER, pc);
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
 }
 
 static void
@@ -802,7 +819,7 @@ machine_cluster_wait(void)
     while (m->generation < f->cluster_generation) {
         wait_here(ON_CLUSTER, HERE);
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
 }
 
 /* --- Collectives of a warp ----------------------------------------------- */
@@ -1072,6 +1089,7 @@ settle(mbarrier *m)
     if (m->pending == 0 && m->bytes == 0) {
         m->pending = m->arrivals;
         m->phase++;
+        pass_on(&m->known, &m->passed);
         wake(ON_MBARRIER, m);
     }
 }
@@ -1109,7 +1127,7 @@ machine_mbarrier_test(void *p, int parity)
             return 0;
         }
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
     return 1;
 }
 
@@ -1125,7 +1143,7 @@ machine_mbarrier_wait(void *p, int parity)
     while ((int)(m->phase & 1) == (parity & 1)) {
         wait_here(ON_MBARRIER, HERE);
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
 }
 
 static void
@@ -1442,6 +1460,7 @@ static void
 free_meeting(meeting *m)
 {
     free(m->known.seen);
+    free(m->passed.seen);
     memset(m, 0, sizeof *m);
 }
 
@@ -1455,6 +1474,7 @@ clear_cluster(void)
         }
         for (unsigned i = 0; i < o->n_mbarriers; i++) {
             free(o->mbarriers[i].known.seen);
+            free(o->mbarriers[i].passed.seen);
         }
         memset(o->groups, 0, sizeof o->groups);
         o->n_mbarriers = 0;
