@@ -41,6 +41,7 @@ enum {
     RENDEZVOUS = 4,   /* collectives under way in a warp, of different masks */
     STACK = 128 << 10,
     STRIDE = 256 << 10, /* from one block's shared memory to the next one's */
+    GAP = 1024,         /* at least, before its __shared__ variables */
     MAX_CHECKED =
         4096, /* threads of a cluster, for whose clocks there is room */
     NOBODY = 0xffff,
@@ -52,7 +53,8 @@ enum {
 struct tk_emulated {
     void *library; /* owned */
     tkemu_kernel kernel;
-    uintptr_t base;                             /* where it is loaded */
+    size_t variables; /* bytes of its __shared__ variables */
+    uintptr_t base;   /* where it is loaded */
     uintptr_t begin, end, data_begin, data_end; /* it, and what is writable */
     tk_counts *counts; /* owned; NULL before a launch that counts */
 };
@@ -164,7 +166,9 @@ typedef struct {
     warp *warp_of;
     block *block_of;
     unsigned char *stacks, *shared;
-    shadow *shadows; /* by byte of `shared`, then of static shared memory */
+    size_t variables, span; /* where a block's __shared__ variables lie in its
+                               shared memory, and where this ends */
+    shadow *shadows;        /* by byte of the blocks' spans */
     size_t n_shadows;
     uint32_t *fiber_clocks;
     meeting cluster;
@@ -443,42 +447,31 @@ typedef struct {
 static bool
 find_shared(const void *p, unsigned bytes, spot *out)
 {
-    const tkemu_kernel *k = &M->object->kernel;
-    size_t smem = M->geometry->smem;
+    const unsigned char *first = M->shared - STRIDE;
 
-    if (lies_in(p, M->shared - STRIDE, (size_t)(M->blocks + 2) * STRIDE)) {
-        ptrdiff_t offset = (const unsigned char *)p - M->shared;
-        ptrdiff_t within = (offset + STRIDE) % STRIDE;
-        out->owner = (int)((offset + STRIDE) / STRIDE) - 1;
-        out->outside = out->owner < 0 || out->owner >= M->blocks ||
-                       (size_t)within + bytes > smem;
-        out->index = (size_t)out->owner * smem + (size_t)within;
-        return true;
+    if (!lies_in(p, first, (size_t)(M->blocks + 2) * STRIDE)) {
+        return false;
     }
-    if (lies_in(p, k->static_shared, k->static_shared_size)) {
-        out->owner = 0;
-        out->outside = false;
-        out->index = smem * (size_t)M->blocks +
-                     (size_t)((const unsigned char *)p - k->static_shared);
-        return true;
-    }
-    return false;
+    size_t offset = (size_t)((const unsigned char *)p - first);
+    size_t within = offset % STRIDE;
+    out->owner = (int)(offset / STRIDE) - 1;
+    out->outside =
+        out->owner < 0 || out->owner >= M->blocks || within + bytes > M->span ||
+        (within + bytes > M->geometry->smem && within < M->variables);
+    out->index = (size_t)out->owner * M->span + within;
+    return true;
 }
 
 /* Which byte of shared memory it is. */
 static void
 say_byte(const void *p)
 {
-    const tkemu_kernel *k = &M->object->kernel;
-    if (lies_in(p, k->static_shared, k->static_shared_size)) {
-        say("byte %zu of the kernel's __shared__ variables",
-            (size_t)((const unsigned char *)p - k->static_shared));
-    }
-    else {
-        size_t offset = (size_t)((const unsigned char *)p - M->shared);
-        say("byte %zu of block %zu's shared memory", offset % STRIDE,
-            offset / STRIDE);
-    }
+    size_t offset = (size_t)((const unsigned char *)p - M->shared);
+    size_t within = offset % STRIDE;
+    bool dynamic = within < M->geometry->smem;
+
+    say("byte %zu of block %zu's %s", dynamic ? within : within - M->variables,
+        offset / STRIDE, dynamic ? "shared memory" : "__shared__ variables");
 }
 
 static void __attribute__((noreturn))
@@ -654,7 +647,6 @@ static void
 count(const fiber *f, const void *p, unsigned bytes, unsigned how,
       const void *pc)
 {
-    const tkemu_kernel *k = &M->object->kernel;
     tk_touch t = {.where = place_of(pc),
                   .address = (uint64_t)(uintptr_t)p,
                   .warp = f->warp,
@@ -664,9 +656,6 @@ count(const fiber *f, const void *p, unsigned bytes, unsigned how,
     spot at;
 
     t.shared = find_shared(p, bytes, &at);
-    if (lies_in(p, k->static_shared, k->static_shared_size)) {
-        t.address = (uint64_t)((const unsigned char *)p - k->static_shared);
-    }
     if (t.shared || in_a_tensor(p, bytes)) {
         tkcount_note(M->object->counts, &t);
     }
@@ -1489,16 +1478,12 @@ static void
 run_cluster(unsigned long long first)
 {
     const tk_geometry *g = M->geometry;
-    const tkemu_kernel *k = &M->object->kernel;
 
     clear_cluster();
     __asan_unpoison_memory_region(M->stacks, (size_t)M->n * STACK);
     M->n_ready = M->n_done = 0;
     for (int b = 0; b < M->blocks; b++) {
-        memset(M->shared + (size_t)b * STRIDE, 0xff, g->smem);
-    }
-    if (k->static_shared_size > 0) {
-        memset(k->static_shared, 0xff, k->static_shared_size);
+        memset(M->shared + (size_t)b * STRIDE, 0xff, M->span);
     }
     if (M->checked) {
         memset(M->fiber_clocks, 0, 3 * clock_bytes() * (size_t)M->n);
@@ -1517,7 +1502,9 @@ run_cluster(unsigned long long first)
             (tkemu_index){g->block[0], g->block[1], g->block[2]};
         f->head.grid_dim = (tkemu_index){g->grid[0], g->grid[1], g->grid[2]};
         f->head.shared = M->shared + (size_t)f->block * STRIDE;
+        f->head.variables = f->head.shared + M->variables;
         f->head.shared_size = g->smem;
+        f->head.shared_span = (unsigned)M->span;
         f->head.lane = t % WARP;
         f->head.cluster_rank = f->block;
         f->head.cluster_size = M->blocks;
@@ -1567,8 +1554,7 @@ static int
 fill_machine(machine *m, tk_error *err)
 {
     const tk_geometry *g = m->geometry;
-    const tkemu_kernel *k = &m->object->kernel;
-    size_t n;
+    size_t n, own = m->object->variables;
 
     m->threads = (int)(g->block[0] * g->block[1] * g->block[2]);
     m->blocks = (int)(g->cluster[0] * g->cluster[1] * g->cluster[2]);
@@ -1593,16 +1579,12 @@ fill_machine(machine *m, tk_error *err)
                            g->cluster[0], g->cluster[1], g->cluster[2]);
         }
     }
-    if (m->blocks > 1 && k->static_shared_size > 0) {
-        return tk_fail(err, TK_LAUNCH,
-                       "%s: a kernel with clusters keeps its shared memory in "
-                       "tk::shared, not in __shared__ variables",
-                       m->name);
-    }
     m->checked = m->options->check && m->n <= MAX_CHECKED;
     m->random = m->options->seed * 2 + 0x9e3779b97f4a7c15u;
     n = (size_t)m->n;
-    m->n_shadows = (size_t)g->smem * (size_t)m->blocks + k->static_shared_size;
+    m->variables = (g->smem + 2 * GAP - 1) / GAP * GAP;
+    m->span = own > 0 ? m->variables + own : g->smem;
+    m->n_shadows = m->span * (size_t)m->blocks;
     m->fibers = calloc(n, sizeof *m->fibers);
     m->warp_of = calloc((size_t)m->warps, sizeof *m->warp_of);
     m->block_of = calloc((size_t)m->blocks, sizeof *m->block_of);
@@ -1682,7 +1664,8 @@ tkemu_launch(tk_emulated *object, const tk_geometry *geometry,
 
 /* --- Loading ------------------------------------------------------------- */
 
-/* For dl_iterate_phdr: where the object lies that is loaded at its base. */
+/* For dl_iterate_phdr: where the object lies that is loaded at its base, and
+ * how much thread-local memory it has. */
 static int
 note_segments(struct dl_phdr_info *info, size_t size, void *object)
 {
@@ -1694,6 +1677,9 @@ note_segments(struct dl_phdr_info *info, size_t size, void *object)
     }
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *h = &info->dlpi_phdr[i];
+        if (h->p_type == PT_TLS) {
+            e->variables = h->p_memsz;
+        }
         if (h->p_type != PT_LOAD) {
             continue;
         }

@@ -329,12 +329,22 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     return (index, tuple(outputs), tuple(buffers), tuple(steps))
 
 
+_MOST_VARIABLES = 48 << 10  # ptxas takes no more, whatever a block has
+
+
 def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tuple:
-    if launch.smem > device.smem_block:
-        raise LaunchError(
-            f"{launch.instance.expression} wants {launch.smem} bytes of shared memory, a block of this GPU has {device.smem_block}"
-        )
     kernel = launch.instance.compiled(device.arch, device.emulated)
+    variables = max(kernel.facts["shared_bytes"], 0)  # -1: not known
+    if launch.smem + variables > device.smem_block:
+        raise LaunchError(
+            f"{launch.instance.expression} wants {launch.smem + variables} bytes of shared memory, a block of this GPU has "
+            f"{device.smem_block}"
+        )
+    if variables > _MOST_VARIABLES:
+        raise LaunchError(
+            f"{launch.instance.expression} has {variables} bytes of __shared__ variables; more than {_MOST_VARIABLES} have to be "
+            "dynamic shared memory"
+        )
     parameters = _Parameters(slots)
     for arg in launch.args:
         parameters.add(arg)

@@ -7,10 +7,9 @@
 // wgmma reads its operands when it is issued, and its accumulators are NaN until a wgmma_wait names them and their group is
 // done. Found are: operands in shared memory that are written to before that, accumulators that are, and accumulators that
 // were written to since the last wgmma_fence that named them, a warp of the four that is missing, or that names other
-// operands. Not found: a fragment A that is overwritten too early.
+// operands; and fragments A that are written to before the wgmma_wait that names them. Not found: the same of a fragment that
+// no wait names. It may be gone by then, its place another variable's, which is no fault.
 #pragma once
-
-extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_tkemu_shared[], __stop_tkemu_shared[];
 
 namespace tkemu {
 
@@ -301,8 +300,8 @@ TKEMU_UNSEEN static const char* judge(uint64_t d, const Operand& o)
         return "a matrix descriptor has bits set that mean nothing";
     }
     for (int i = 0; i < 2 * o.rows; ++i) {
-        if (o.piece(i) + 16 > self->shared_size) {
-            return "a matrix descriptor leads outside the block's dynamic shared memory";
+        if (o.piece(i) + 16 > self->shared_span) {
+            return "a matrix descriptor leads outside the block's shared memory";
         }
     }
     return nullptr;
@@ -412,10 +411,8 @@ TK_DEVICE uint32_t tf32_rest(uint32_t v)
 TK_DEVICE bool is_shared(const char* p)
 {
     const tkemu_thread* t = tkemu::self;
-    const char* dynamic = reinterpret_cast<const char*>(t->shared);
-    return (p >= dynamic && p + 16 <= dynamic + t->shared_size) ||
-           (p >= reinterpret_cast<const char*>(__start_tkemu_shared) &&
-            p + 16 <= reinterpret_cast<const char*>(__stop_tkemu_shared));
+    const char* shared = reinterpret_cast<const char*>(t->shared);
+    return p >= shared && p + 16 <= shared + t->shared_span;
 }
 
 // The addresses of kCount matrices' rows, of what the lanes gave.
@@ -526,8 +523,8 @@ TK_DEVICE uint32_t matrix_address(const void* p)
     const unsigned char* at = static_cast<const unsigned char*>(p);
     const tkemu_thread* t = tkemu::self;
     tkemu::machine->aligned(p, 16);
-    if (at < t->shared || at >= t->shared + t->shared_size) {
-        tkemu::machine->fault("a matrix descriptor is of a place outside the block's dynamic shared memory");
+    if (at < t->shared || at >= t->shared + t->shared_span) {
+        tkemu::machine->fault("a matrix descriptor is of a place outside the block's shared memory");
     }
     return uint32_t(at - t->shared);
 }
