@@ -17,8 +17,10 @@ REVERSED = torch.arange(127, -1, -1)
 # kernel -> what the report says of its bug, and how it is launched if not with one block of 128 threads
 PLANTED: dict[str, tuple[str, dict]] = {
     "missing_barrier<128>": (r"a race on shared memory|read before anything is written", {}),
-    "missing_second_barrier<float>": (r"a race on shared memory", {}),
-    "missing_second_barrier<long long>": (r"a race on shared memory", {}),
+    "missing_second_barrier<float, kBlock>": (r"a race on shared memory", {}),
+    "missing_second_barrier<float, kNamed>": (r"a race on shared memory", {}),
+    "missing_second_barrier<float, kMbarrier>": (r"a race on shared memory", {}),
+    "missing_second_barrier<float, kCluster>": (r"a race on shared memory", {}),
     "forgotten_half<128>": (r"read before anything is written.*byte \d+ of block 0's __shared__ variables", {}),
     "left_by_a_block<short>": (r"read before anything is written", {"grid": 2}),
     "before_the_first<128>": (r"outside the block's shared memory", {}),
@@ -92,8 +94,7 @@ def test_planted_bugs_clean_twin_passes_in_every_schedule(kernel: str) -> None:
 
 
 def _dtype(kernel: str) -> torch.dtype:
-    types = {"<float>": torch.float, "<long long>": torch.int64, "<short>": torch.int16}
-    return next((dtype for name, dtype in types.items() if kernel.endswith(name)), torch.int32)
+    return torch.float if "<float" in kernel else torch.int16 if "<short" in kernel else torch.int32
 
 
 def test_variables_count_as_memory_of_the_block() -> None:

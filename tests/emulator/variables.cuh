@@ -92,17 +92,43 @@ __global__ void missing_barrier(int* y)
     y[threadIdx.x] = s[N - 1 - threadIdx.x];
 }
 
-template <class T>
+enum Way { kBlock, kNamed, kMbarrier, kCluster };
+
+// All threads meet, for the n-th time.
+template <Way kWay>
+TK_DEVICE void meet(tk::Barrier& b, int n)
+{
+    if constexpr (kWay == kBlock) {
+        __syncthreads();
+    } else if constexpr (kWay == kNamed) {
+        tk::sync_named(1, 128);
+    } else if constexpr (kWay == kMbarrier) {
+        tk::arrive_expect(b, 0);
+        tk::wait(b, n % 2);
+    } else {
+        tk::sync_cluster();
+    }
+}
+
+// Who comes late from one barrier may meet, at the variable, those who have come to the next.
+template <class T, Way kWay>
 __global__ void missing_second_barrier(T* y)
 {
     __shared__ T chosen;
+    __shared__ tk::Barrier b;
+    if (threadIdx.x == 0) {
+        tk::init(b, 128);
+        tk::fence_barrier_init();
+    }
+    __syncthreads();
+    int n = 0;
     for (unsigned i = 0; i < 3; ++i) {
         if (threadIdx.x == 32 * i) {
             chosen = T(i);
         }
-        __syncthreads();
+        meet<kWay>(b, n++);
         y[threadIdx.x] = chosen;
-        PLANTED(, __syncthreads());
+        PLANTED(, meet<kWay>(b, n++));
     }
 }
 
