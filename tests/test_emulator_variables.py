@@ -105,9 +105,12 @@ def test_variables_count_as_memory_of_the_block() -> None:
 
 
 def test_more_variables_than_the_assembler_takes_are_refused() -> None:
-    launch(SOURCE, "large<12288>")
+    launch(SOURCE, "large<12288>", arch="sm_86")
     with pytest.raises(LaunchError, match="49156 bytes of __shared__ variables"):
-        launch(SOURCE, "large<12289>")
+        launch(SOURCE, "large<12289>", arch="sm_86")
+    launch(SOURCE, "large<58112>", arch="sm_90a")
+    with pytest.raises(LaunchError, match="wants 232452 bytes"):
+        launch(SOURCE, "large<58113>", arch="sm_90a")
 
 
 def test_users_templates_have_variables(monkeypatch) -> None:

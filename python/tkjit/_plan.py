@@ -329,9 +329,6 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     return (index, tuple(outputs), tuple(buffers), tuple(steps))
 
 
-_MOST_VARIABLES = 48 << 10  # ptxas takes no more, whatever a block has
-
-
 def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tuple:
     kernel = launch.instance.compiled(device.arch, device.emulated)
     variables = max(kernel.facts["shared_bytes"], 0)  # -1: not known
@@ -340,10 +337,10 @@ def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tup
             f"{launch.instance.expression} wants {launch.smem + variables} bytes of shared memory, a block of this GPU has "
             f"{device.smem_block}"
         )
-    if variables > _MOST_VARIABLES:
+    if variables > 48 << 10 and device.cc < (9, 0):  # ptxas 13.0: more from sm_90 on
         raise LaunchError(
-            f"{launch.instance.expression} has {variables} bytes of __shared__ variables; more than {_MOST_VARIABLES} have to be "
-            "dynamic shared memory"
+            f"{launch.instance.expression} has {variables} bytes of __shared__ variables; more than 49152 have to be dynamic "
+            f"shared memory on {device.arch}"
         )
     parameters = _Parameters(slots)
     for arg in launch.args:

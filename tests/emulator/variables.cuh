@@ -52,7 +52,7 @@ __global__ void places(int* y)
 template <class T>
 __global__ void dynamic(T* y)
 {
-    extern __shared__ alignas(16) T s[];
+    extern __shared__ __align__(16) T s[];
     extern __shared__ char bytes[];
     __shared__ T own[128];
     s[threadIdx.x] = T(threadIdx.x);
