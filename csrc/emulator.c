@@ -41,6 +41,7 @@ enum {
     RENDEZVOUS = 4,   /* collectives under way in a warp, of different masks */
     STACK = 128 << 10,
     STRIDE = 256 << 10, /* from one block's shared memory to the next one's */
+    GAP = 1024,         /* at least, before its __shared__ variables */
     MAX_CHECKED =
         4096, /* threads of a cluster, for whose clocks there is room */
     NOBODY = 0xffff,
@@ -52,7 +53,8 @@ enum {
 struct tk_emulated {
     void *library; /* owned */
     tkemu_kernel kernel;
-    uintptr_t base;                             /* where it is loaded */
+    size_t variables; /* bytes of its __shared__ variables */
+    uintptr_t base;   /* where it is loaded */
     uintptr_t begin, end, data_begin, data_end; /* it, and what is writable */
     tk_counts *counts; /* owned; NULL before a launch that counts */
 };
@@ -80,7 +82,8 @@ typedef struct {
 typedef struct {
     int count, expected;
     uint64_t generation;
-    clocks known; /* by those that arrived */
+    clocks known;  /* by those that arrived, */
+    clocks passed; /* and by those whose meeting was complete */
 } meeting;
 
 typedef struct {
@@ -97,7 +100,7 @@ typedef struct {
     uint16_t maker;
     bool fenced;
     uint32_t made, where;
-    clocks known;
+    clocks known, passed; /* as a meeting's; a phase is one */
 } mbarrier;
 
 typedef enum { READY, WAITING, DONE } fiber_state;
@@ -163,7 +166,9 @@ typedef struct {
     warp *warp_of;
     block *block_of;
     unsigned char *stacks, *shared;
-    shadow *shadows; /* by byte of `shared`, then of static shared memory */
+    size_t variables, span; /* where a block's __shared__ variables lie in its
+                               shared memory, and where this ends */
+    shadow *shadows;        /* by byte of the blocks' spans */
     size_t n_shadows;
     uint32_t *fiber_clocks;
     meeting cluster;
@@ -348,6 +353,14 @@ join(uint32_t *into, const uint32_t *from)
     }
 }
 
+static void
+join_all(const clocks *into, const clocks *from)
+{
+    join(into->seen, from->seen);
+    join(into->fenced, from->fenced);
+    join(into->read, from->read);
+}
+
 static size_t
 clock_bytes(void)
 {
@@ -389,9 +402,7 @@ static void
 release(fiber *f, const clocks *to)
 {
     if (M->checked) {
-        join(to->seen, f->known.seen);
-        join(to->fenced, f->known.fenced);
-        join(to->read, f->known.read);
+        join_all(to, &f->known);
         tick(f);
     }
 }
@@ -400,10 +411,19 @@ static void
 acquire(fiber *f, const clocks *from)
 {
     if (M->checked && from->seen != NULL) {
-        join(f->known.seen, from->seen);
-        join(f->known.fenced, from->fenced);
-        join(f->known.read, from->read);
+        join_all(&f->known, from);
         join(f->known.read, from->seen);
+    }
+}
+
+/* What those that arrived know becomes what those that waited learn, who run
+ * later: some may have arrived for the next time by then. */
+static void
+pass_on(const clocks *known, clocks *passed)
+{
+    give_clocks(passed);
+    if (M->checked && known->seen != NULL) {
+        join_all(passed, known);
     }
 }
 
@@ -427,42 +447,31 @@ typedef struct {
 static bool
 find_shared(const void *p, unsigned bytes, spot *out)
 {
-    const tkemu_kernel *k = &M->object->kernel;
-    size_t smem = M->geometry->smem;
+    const unsigned char *first = M->shared - STRIDE;
 
-    if (lies_in(p, M->shared - STRIDE, (size_t)(M->blocks + 2) * STRIDE)) {
-        ptrdiff_t offset = (const unsigned char *)p - M->shared;
-        ptrdiff_t within = (offset + STRIDE) % STRIDE;
-        out->owner = (int)((offset + STRIDE) / STRIDE) - 1;
-        out->outside = out->owner < 0 || out->owner >= M->blocks ||
-                       (size_t)within + bytes > smem;
-        out->index = (size_t)out->owner * smem + (size_t)within;
-        return true;
+    if (!lies_in(p, first, (size_t)(M->blocks + 2) * STRIDE)) {
+        return false;
     }
-    if (lies_in(p, k->static_shared, k->static_shared_size)) {
-        out->owner = 0;
-        out->outside = false;
-        out->index = smem * (size_t)M->blocks +
-                     (size_t)((const unsigned char *)p - k->static_shared);
-        return true;
-    }
-    return false;
+    size_t offset = (size_t)((const unsigned char *)p - first);
+    size_t within = offset % STRIDE;
+    out->owner = (int)(offset / STRIDE) - 1;
+    out->outside =
+        out->owner < 0 || out->owner >= M->blocks || within + bytes > M->span ||
+        (within + bytes > M->geometry->smem && within < M->variables);
+    out->index = (size_t)out->owner * M->span + within;
+    return true;
 }
 
 /* Which byte of shared memory it is. */
 static void
 say_byte(const void *p)
 {
-    const tkemu_kernel *k = &M->object->kernel;
-    if (lies_in(p, k->static_shared, k->static_shared_size)) {
-        say("byte %zu of the kernel's __shared__ variables",
-            (size_t)((const unsigned char *)p - k->static_shared));
-    }
-    else {
-        size_t offset = (size_t)((const unsigned char *)p - M->shared);
-        say("byte %zu of block %zu's shared memory", offset % STRIDE,
-            offset / STRIDE);
-    }
+    size_t offset = (size_t)((const unsigned char *)p - M->shared);
+    size_t within = offset % STRIDE;
+    bool dynamic = within < M->geometry->smem;
+
+    say("byte %zu of block %zu's %s", dynamic ? within : within - M->variables,
+        offset / STRIDE, dynamic ? "shared memory" : "__shared__ variables");
 }
 
 static void __attribute__((noreturn))
@@ -638,7 +647,6 @@ static void
 count(const fiber *f, const void *p, unsigned bytes, unsigned how,
       const void *pc)
 {
-    const tkemu_kernel *k = &M->object->kernel;
     tk_touch t = {.where = place_of(pc),
                   .address = (uint64_t)(uintptr_t)p,
                   .warp = f->warp,
@@ -648,9 +656,6 @@ count(const fiber *f, const void *p, unsigned bytes, unsigned how,
     spot at;
 
     t.shared = find_shared(p, bytes, &at);
-    if (lies_in(p, k->static_shared, k->static_shared_size)) {
-        t.address = (uint64_t)((const unsigned char *)p - k->static_shared);
-    }
     if (t.shared || in_a_tensor(p, bytes)) {
         tkcount_note(M->object->counts, &t);
     }
@@ -734,6 +739,7 @@ complete_meeting(meeting *m, wait_kind kind)
     if (m->count == 0 || m->count < m->expected) {
         return false;
     }
+    pass_on(&m->known, &m->passed);
     end_meeting(m);
     wake(kind, m);
     return true;
@@ -775,7 +781,7 @@ machine_barrier(int id, int threads, int arrive_only)
     while (m->generation == mine) {
         wait_here(ON_BARRIER, pc);
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
 }
 
 static void
@@ -802,7 +808,7 @@ machine_cluster_wait(void)
     while (m->generation < f->cluster_generation) {
         wait_here(ON_CLUSTER, HERE);
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
 }
 
 /* --- Collectives of a warp ----------------------------------------------- */
@@ -1072,6 +1078,7 @@ settle(mbarrier *m)
     if (m->pending == 0 && m->bytes == 0) {
         m->pending = m->arrivals;
         m->phase++;
+        pass_on(&m->known, &m->passed);
         wake(ON_MBARRIER, m);
     }
 }
@@ -1109,7 +1116,7 @@ machine_mbarrier_test(void *p, int parity)
             return 0;
         }
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
     return 1;
 }
 
@@ -1125,7 +1132,7 @@ machine_mbarrier_wait(void *p, int parity)
     while ((int)(m->phase & 1) == (parity & 1)) {
         wait_here(ON_MBARRIER, HERE);
     }
-    acquire(f, &m->known);
+    acquire(f, &m->passed);
 }
 
 static void
@@ -1442,6 +1449,7 @@ static void
 free_meeting(meeting *m)
 {
     free(m->known.seen);
+    free(m->passed.seen);
     memset(m, 0, sizeof *m);
 }
 
@@ -1455,6 +1463,7 @@ clear_cluster(void)
         }
         for (unsigned i = 0; i < o->n_mbarriers; i++) {
             free(o->mbarriers[i].known.seen);
+            free(o->mbarriers[i].passed.seen);
         }
         memset(o->groups, 0, sizeof o->groups);
         o->n_mbarriers = 0;
@@ -1469,16 +1478,12 @@ static void
 run_cluster(unsigned long long first)
 {
     const tk_geometry *g = M->geometry;
-    const tkemu_kernel *k = &M->object->kernel;
 
     clear_cluster();
     __asan_unpoison_memory_region(M->stacks, (size_t)M->n * STACK);
     M->n_ready = M->n_done = 0;
     for (int b = 0; b < M->blocks; b++) {
-        memset(M->shared + (size_t)b * STRIDE, 0xff, g->smem);
-    }
-    if (k->static_shared_size > 0) {
-        memset(k->static_shared, 0xff, k->static_shared_size);
+        memset(M->shared + (size_t)b * STRIDE, 0xff, M->span);
     }
     if (M->checked) {
         memset(M->fiber_clocks, 0, 3 * clock_bytes() * (size_t)M->n);
@@ -1497,7 +1502,9 @@ run_cluster(unsigned long long first)
             (tkemu_index){g->block[0], g->block[1], g->block[2]};
         f->head.grid_dim = (tkemu_index){g->grid[0], g->grid[1], g->grid[2]};
         f->head.shared = M->shared + (size_t)f->block * STRIDE;
+        f->head.variables = f->head.shared + M->variables;
         f->head.shared_size = g->smem;
+        f->head.shared_span = (unsigned)M->span;
         f->head.lane = t % WARP;
         f->head.cluster_rank = f->block;
         f->head.cluster_size = M->blocks;
@@ -1547,8 +1554,7 @@ static int
 fill_machine(machine *m, tk_error *err)
 {
     const tk_geometry *g = m->geometry;
-    const tkemu_kernel *k = &m->object->kernel;
-    size_t n;
+    size_t n, own = m->object->variables;
 
     m->threads = (int)(g->block[0] * g->block[1] * g->block[2]);
     m->blocks = (int)(g->cluster[0] * g->cluster[1] * g->cluster[2]);
@@ -1573,16 +1579,12 @@ fill_machine(machine *m, tk_error *err)
                            g->cluster[0], g->cluster[1], g->cluster[2]);
         }
     }
-    if (m->blocks > 1 && k->static_shared_size > 0) {
-        return tk_fail(err, TK_LAUNCH,
-                       "%s: a kernel with clusters keeps its shared memory in "
-                       "tk::shared, not in __shared__ variables",
-                       m->name);
-    }
     m->checked = m->options->check && m->n <= MAX_CHECKED;
     m->random = m->options->seed * 2 + 0x9e3779b97f4a7c15u;
     n = (size_t)m->n;
-    m->n_shadows = (size_t)g->smem * (size_t)m->blocks + k->static_shared_size;
+    m->variables = (g->smem + 2 * GAP - 1) / GAP * GAP;
+    m->span = own > 0 ? m->variables + own : g->smem;
+    m->n_shadows = m->span * (size_t)m->blocks;
     m->fibers = calloc(n, sizeof *m->fibers);
     m->warp_of = calloc((size_t)m->warps, sizeof *m->warp_of);
     m->block_of = calloc((size_t)m->blocks, sizeof *m->block_of);
@@ -1662,7 +1664,8 @@ tkemu_launch(tk_emulated *object, const tk_geometry *geometry,
 
 /* --- Loading ------------------------------------------------------------- */
 
-/* For dl_iterate_phdr: where the object lies that is loaded at its base. */
+/* For dl_iterate_phdr: where the object lies that is loaded at its base, and
+ * how much thread-local memory it has. */
 static int
 note_segments(struct dl_phdr_info *info, size_t size, void *object)
 {
@@ -1674,6 +1677,9 @@ note_segments(struct dl_phdr_info *info, size_t size, void *object)
     }
     for (int i = 0; i < info->dlpi_phnum; i++) {
         const ElfW(Phdr) *h = &info->dlpi_phdr[i];
+        if (h->p_type == PT_TLS) {
+            e->variables = h->p_memsz;
+        }
         if (h->p_type != PT_LOAD) {
             continue;
         }

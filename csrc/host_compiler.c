@@ -14,6 +14,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <link.h>
 #include <spawn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -186,6 +187,21 @@ compile_in(const tk_program *p, const workplace *w, tk_error *err)
     return step(p, link, w, err);
 }
 
+/* A library's thread-local variables are the kernel's __shared__ ones. */
+static int
+shared_bytes(const char *library)
+{
+    const ElfW(Ehdr) *head = (const void *)library;
+    const ElfW(Phdr) *segments = (const void *)(library + head->e_phoff);
+
+    for (int i = 0; i < head->e_phnum; i++) {
+        if (segments[i].p_type == PT_TLS) {
+            return (int)segments[i].p_memsz;
+        }
+    }
+    return 0;
+}
+
 int
 tkcc_compile(const tk_program *p, tk_binary *out, tk_error *err)
 {
@@ -216,7 +232,7 @@ tkcc_compile(const tk_program *p, tk_binary *out, tk_error *err)
                        .image_size = size,
                        .lowered = lowered,
                        .log = log,
-                       .facts = {-1, -1, -1, -1, -1}};
+                       .facts = {-1, shared_bytes(image), -1, -1, -1}};
     image = log = lowered = NULL;
     compiles++;
     status = 0;

@@ -330,27 +330,43 @@ SAID = {
     "no async fence": "fence_async",
     "no barrier": "race on shared memory|before anything is written|fence_async",
     "overwritten": "race on shared memory",
-    "outside": "outside the block's dynamic shared memory",
+    "outside": "outside the block's shared memory",
     "stray bits": "bits set that mean nothing",
     "lanes differ": "name different operands",
     "misaligned": "not aligned to 16 bytes",
 }
 
 
-def run_fault(name: str, threads: int = 128, arch: str = "sm_90a") -> tuple[np.ndarray, np.ndarray]:
+def run_fault(
+    name: str, threads: int = 128, arch: str = "sm_90a", kernel: str = "", place: str = "cpu", seed: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """What came out, and what should."""
     rng = np.random.default_rng(7)
     a, b = whole(rng, 64, 16), whole(rng, 32, 16)
-    found = torch.zeros((64, 32))
-    given = [words(a, "f16", "cpu"), words(b, "f16", "cpu"), found]
-    run(SOURCE, f"probe::fault<{FAULTS.index(name)}>", 1, threads, given, smem=4096, arch=arch)
-    return found.numpy(), a @ b.T
+    found = torch.zeros((64, 32), device=place)
+    given = [words(a, "f16", place), words(b, "f16", place), found]
+    expression = kernel or f"probe::fault<{FAULTS.index(name)}>"
+    run(SOURCE, expression, 1, threads, given, smem=4096, arch=arch, seed=seed)
+    return found.cpu().numpy(), a @ b.T
 
 
 @pytest.mark.parametrize("name", SAID)
 def test_faults_are_found(name: str) -> None:
     with pytest.raises(tkjit.EmulatorError, match=SAID[name]):
         run_fault(name)
+
+
+@pytest.mark.parametrize("fault", ["kWrittenInFlight", "kWrittenAfterAnotherGroup"])
+def test_planted_write_to_a_fragment_under_way_is_found_in_every_schedule(fault: str) -> None:
+    for seed in range(50):
+        with pytest.raises(tkjit.EmulatorError, match="fragment A was written to while a wgmma was under way"):
+            run_fault("", kernel=f"probe::fragments<probe::{fault}>", seed=seed)
+
+
+@pytest.mark.parametrize("twin", ["kNoFault", "kVariablesOfALoop"])
+def test_planted_writes_clean_twins_pass_in_every_schedule(twin: str, place: str) -> None:
+    for seed in range(50 if place == "cpu" else 1):
+        assert np.array_equal(*run_fault("", kernel=f"probe::fragments<probe::{twin}>", place=place, seed=seed))
 
 
 def test_the_kernel_of_the_faults_is_right_without_one() -> None:

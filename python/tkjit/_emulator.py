@@ -88,7 +88,7 @@ def _inline(name: str, source: str, headers: dict[str, str], seen: set[str], out
     for number, line in enumerate(source.split("\n"), 1):
         match = _INCLUDE.match(line)
         if match is None or match[1] not in headers:
-            out.append("" if line.strip() == "#pragma once" else line)
+            out.append("" if line.strip() == "#pragma once" else _cpp(line))
             continue
         # Only the CPU's versions of the primitives: what they stand in for is no part of this text.
         if match[1] not in seen and not match[1].startswith("tk/ptx/"):
@@ -97,10 +97,20 @@ def _inline(name: str, source: str, headers: dict[str, str], seen: set[str], out
         out.append(f'#line {number + 1} "{name}"')
 
 
+def _cpp(line: str) -> str:
+    """The line with its ``__shared__`` variables as a C++ compiler takes them: tk/emu/cuda.cuh has the word's meaning."""
+    line = re.sub(r"\b(__shared__\s+)alignas\b", r"\1__align__", line)
+    line = re.sub(r"\bextern(\s+)__shared__", r"extern __attribute__((weak))\1__thread", line)
+    return re.sub(r"\bstatic\s+__shared__", "__shared__", line)
+
+
 def options(target: str, check: int) -> tuple[str, ...]:
     """A folder to work in, the compiler and its options: what csrc/host_compiler.c takes."""
     number = int(re.sub(r"\D", "", target)) * 10
-    return (tempfile.gettempdir(), compiler()[0], *FLAGS, f"-D__CUDA_ARCH__={number}", *(CHECK_FLAGS if check else ()))
+    path, identity = compiler()
+    # Thread-local variables by way of __tls_get_addr: clang knows no other on x86-64.
+    tls = () if "clang" in identity else (f"-mtls-dialect={'trad' if os.uname().machine == 'aarch64' else 'gnu'}",)
+    return (tempfile.gettempdir(), path, *FLAGS, *tls, f"-D__CUDA_ARCH__={number}", *(CHECK_FLAGS if check else ()))
 
 
 # --- Faults ----------------------------------------------------------------------------------------------------------

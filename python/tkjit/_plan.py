@@ -329,16 +329,27 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     return (index, tuple(outputs), tuple(buffers), tuple(steps))
 
 
-def require_shared_memory(instance: Instance, smem: int, device: Device) -> None:
-    if smem > device.smem_block:
+_MOST_VARIABLES = 48 << 10  # ptxas takes no more, whatever a block has
+
+
+def compiled_for(device: Device, instance: Instance, smem: int) -> _core.Kernel:
+    """The kernel, if a block of the device has room for its shared memory, ``smem`` bytes of it dynamic."""
+    kernel = instance.compiled(device.arch, device.emulated)
+    variables = max(kernel.facts["shared_bytes"], 0)  # -1: not known
+    if smem + variables > device.smem_block:
         raise LaunchError(
-            f"{instance.expression} wants {smem} bytes of shared memory, a block of this GPU has {device.smem_block}"
+            f"{instance.expression} wants {smem + variables} bytes of shared memory, a block of this GPU has {device.smem_block}"
         )
+    if variables > _MOST_VARIABLES:
+        raise LaunchError(
+            f"{instance.expression} has {variables} bytes of __shared__ variables; more than {_MOST_VARIABLES} have to be dynamic "
+            "shared memory"
+        )
+    return kernel
 
 
 def _frozen_launch(launch: Launch, slots: dict[int, int], device: Device) -> tuple:
-    require_shared_memory(launch.instance, launch.smem, device)
-    kernel = launch.instance.compiled(device.arch, device.emulated)
+    kernel = compiled_for(device, launch.instance, launch.smem)
     parameters = _Parameters(slots)
     for arg in launch.args:
         parameters.add(arg)

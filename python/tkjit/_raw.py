@@ -18,7 +18,7 @@ from typing import Any
 
 from . import _core, _env, cache
 from ._device import Device
-from ._plan import Scalar, require_shared_memory
+from ._plan import Scalar, compiled_for
 from ._template import CTYPES, Instance, Template, digest, without_comments
 
 _HEAD = '#include "tk/cuda_math.cuh"\n#include "tk/tk.cuh"\n#line 1 "{name}"\n'
@@ -138,10 +138,9 @@ def launcher(instance: Instance) -> Callable[..., None]:
         kernel = loaded.get(device)
         if kernel is None or smem > 48 << 10:
             facts = Device.of(device)
-            require_shared_memory(instance, smem, facts)
             if device < 0:
                 _core.emulator_seed(_env.number("TKJIT_EMULATE_SEED", 0))
-            kernel = instance.compiled(facts.arch, facts.emulated)
+            kernel = compiled_for(facts, instance, smem)
             if device >= 0:
                 loaded[device] = kernel
         _core.launch(

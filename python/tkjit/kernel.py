@@ -460,9 +460,7 @@ class Kernel:
         CompileError: At the first launch, with the text's own line numbers.
 
     For CPU tensors the kernel runs through the emulator: ``TKJIT_EMULATE_CHECK=1`` finds its races and what it reads or writes
-    outside the tensors. There a template's shared memory is ``tk::shared<Layout>()``: the C++ compiler puts the ``__shared__``
-    variables of a template where the emulator doesn't see them. A launch has no gradient: for that, call it in an
-    autograd.Function, or use :func:`elementwise`.
+    outside the tensors. A launch has no gradient: for that, call it in an autograd.Function, or use :func:`elementwise`.
     """
 
     def __init__(

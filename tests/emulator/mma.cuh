@@ -373,4 +373,45 @@ __global__ void fault(const uint32_t* a /* [64, 16 f16] */, const uint32_t* b /*
     tk::wgmma_wait<0>();
 }
 
+enum FragmentFault { kNoFault, kVariablesOfALoop, kWrittenInFlight, kWrittenAfterAnotherGroup };
+
+// c = a b: two products on the same accumulators, of which the second adds nothing. kVariablesOfALoop: no fault, their
+// fragments may share a place.
+template <int kFault>
+__global__ void fragments(const uint32_t* a /* [64, 16 f16] */, const uint32_t* b /* [32, 16 f16] */, float* c /* [64, 32] */)
+{
+    using TileB = Tile<32, 1, tk::kMajorK, tk::kSwizzle32>;
+    TileB tile_b{tk::shared_memory(TileB::kBytes)};
+    const int row = int(threadIdx.x) / 32 * 16 + tk::lane() / 4, q = tk::lane() % 4;
+    tile_b.fill(b);
+    tk::fence_async();
+    tk::sync_block();
+    float d[16];
+    tk::Words<16> r_a[2] = {};
+    for (int i = 0; i < 4; ++i) {
+        r_a[0].w[i] = a[(row + i % 2 * 8) * 8 + i / 2 * 4 + q];
+    }
+    tk::wgmma_fence(d, r_a);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if constexpr (kFault == kVariablesOfALoop) {
+            tk::Words<16> one = r_a[i];
+            tk::wgmma_fence(d, one);
+            tk::wgmma<32, tk::f16>(d, one, tile_b.descriptor(0), i > 0);
+        } else {
+            tk::wgmma<32, tk::f16>(d, r_a[i], tile_b.descriptor(0), i > 0);
+        }
+        tk::wgmma_commit();
+    }
+    if constexpr (kFault == kWrittenInFlight) {
+        r_a[0].w[2] += 1;
+    }
+    tk::wgmma_wait<1>(r_a);
+    r_a[kFault == kWrittenAfterAnotherGroup].w[2] += 1;
+    tk::wgmma_wait<0>(d, r_a);
+    for (int i = 0; i < 16; ++i) {
+        c[(row + i / 2 % 2 * 8) * 32 + i / 4 * 8 + 2 * q + i % 2] = d[i];
+    }
+}
+
 }  // namespace probe

@@ -68,8 +68,8 @@ TK_DEVICE constexpr uint32_t swizzled(uint32_t at, Swizzle s)
     return at ^ (at >> 3 & uint32_t(row_bytes(s) - 16));
 }
 
-// Describes an operand to wgmma. `start` is the address of its first element, aligned to 16 bytes, in the block's dynamic
-// shared memory; the offsets, multiples of 16 below 2^18, lead from an atom to the next
+// Describes an operand to wgmma. `start` is the address of its first element, aligned to 16 bytes, in the block's shared
+// memory; the offsets, multiples of 16 below 2^18, lead from an atom to the next
 //               kMajorK                                 kMajorMN
 //     stride    8 rows of m or n further                8 rows of k further (kSwizzleNone: 8 elements of m or n)
 //     leading   16 bytes of k further (kSwizzleNone;    a row's bytes of m or n further (kSwizzleNone: 8 rows of k)

@@ -6,7 +6,7 @@
 #ifndef TKEMU_ABI_H
 #define TKEMU_ABI_H
 
-enum { TKEMU_ABI = 2 }; /* a kernel of another number is not run */
+enum { TKEMU_ABI = 3 }; /* a kernel of another number is not run */
 
 /* How memory is touched. */
 enum {
@@ -46,8 +46,10 @@ typedef struct {
 /* The running thread: the head of the emulator's own record. */
 typedef struct {
     tkemu_index thread, block, block_dim, grid_dim;
-    unsigned char *shared; /* the block's dynamic shared memory */
-    unsigned shared_size;
+    unsigned char *shared;    /* the block's: first what is dynamic, */
+    unsigned char *variables; /* behind a gap its __shared__ variables */
+    unsigned shared_size;     /* of what is dynamic */
+    unsigned shared_span;     /* of all */
     int lane, cluster_rank, cluster_size;
 } tkemu_thread;
 
@@ -99,8 +101,6 @@ typedef struct {
     void (*run)(void *const *parameters);
     int n_parameters;
     const unsigned *parameter_sizes;
-    unsigned char *static_shared; /* __shared__ variables */
-    unsigned static_shared_size;
     tkemu_thread **self;           /* set whenever a thread goes on */
     const tkemu_machine **machine; /* set before the first */
 } tkemu_kernel;

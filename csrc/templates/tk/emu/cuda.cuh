@@ -13,7 +13,13 @@ extern "C" {
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
 #define __align__(n) __attribute__((aligned(n)))
-#define __shared__ static __attribute__((section("tkemu_shared"), aligned(16)))
+// A compiler puts thread-local variables of any kind, templates' too, side by side, and asks this object's __tls_get_addr
+// where they lie: in the block's shared memory. What is `extern` (by then `__thread`) has no module and is dynamic.
+#if defined(__clang__) && defined(__aarch64__)
+#define __shared__ _Pragma("GCC error \"the emulator's __shared__ variables need g++ on aarch64, or use tk::shared\"")
+#else
+#define __shared__ static thread_local
+#endif
 #define __constant__ static
 #define __grid_constant__
 #define memcpy __builtin_memcpy
@@ -24,7 +30,14 @@ namespace tkemu {
 static tkemu_thread* self;
 static const tkemu_machine* machine;
 
+struct Variable { unsigned long module, offset; };
+
 }  // namespace tkemu
+
+extern "C" __attribute__((visibility("hidden"), no_sanitize("thread"))) void* __tls_get_addr(const tkemu::Variable* v)
+{
+    return v->module == 0 ? tkemu::self->shared : tkemu::self->variables + v->offset;
+}
 
 #define threadIdx (tkemu::self->thread)
 #define blockIdx (tkemu::self->block)
@@ -261,7 +274,6 @@ struct Entry<void (*)(P...)> {
 
 // The last line of a kernel's text: TKEMU_ENTRY((softmax::fwd<float, ...>)).
 #define TKEMU_ENTRY(kernel) \
-    extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_tkemu_shared[], __stop_tkemu_shared[]; \
     extern "C" __attribute__((visibility("default"), no_sanitize("thread"))) int tkemu_describe(tkemu_kernel* tkemu_out) \
     { \
         using tkemu_entry = tkemu::Entry<decltype(&TKEMU_NAME kernel)>; \
@@ -273,8 +285,6 @@ struct Entry<void (*)(P...)> {
         }; \
         tkemu_out->n_parameters = tkemu_entry::kCount; \
         tkemu_out->parameter_sizes = tkemu_entry::kSizes; \
-        tkemu_out->static_shared = __start_tkemu_shared; \
-        tkemu_out->static_shared_size = unsigned(__stop_tkemu_shared - __start_tkemu_shared); \
         tkemu_out->self = &tkemu::self; \
         tkemu_out->machine = &tkemu::machine; \
         return 0; \

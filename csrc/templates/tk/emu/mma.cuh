@@ -7,10 +7,9 @@
 // wgmma reads its operands when it is issued, and its accumulators are NaN until a wgmma_wait names them and their group is
 // done. Found are: operands in shared memory that are written to before that, accumulators that are, and accumulators that
 // were written to since the last wgmma_fence that named them, a warp of the four that is missing, or that names other
-// operands. Not found: a fragment A that is overwritten too early.
+// operands; and fragments A that are written to before the wgmma_wait that names them. Not found: the same of a fragment that
+// no wait names. It may be gone by then, its place another variable's, which is no fault.
 #pragma once
-
-extern "C" __attribute__((weak, visibility("hidden"))) unsigned char __start_tkemu_shared[], __stop_tkemu_shared[];
 
 namespace tkemu {
 
@@ -126,13 +125,14 @@ TKEMU_UNSEEN static void multiply_double(double* d, const void* const* all, int 
 // ---- accumulators of a warpgroup ------------------------------------------------------------------------------------
 
 // What is known of accumulators of a thread: known by their address, which is never followed, since the thread may be gone.
+// A fragment A is kRead while a product that reads it is under way.
 struct Accumulators {
     tkemu_thread* thread;
-    const float* place;
-    enum { kFenced, kInFlight, kLanded } state;
-    int n, age;  // of kInFlight: groups committed since
+    const void* place;
+    enum { kFenced, kInFlight, kLanded, kRead } state;
+    int n, age;  // of kInFlight and kRead: groups committed since
     Accumulators* next;
-    float values[128];  // as they were when they were fenced or landed; kInFlight: the result
+    float values[128];  // as they were when they were fenced, landed or read; kInFlight: the result
 };
 static Accumulators* accumulators[256];
 enum { kKept = 512 };  // of a list: those of threads that are gone are dropped some day
@@ -145,7 +145,7 @@ TKEMU_INLINE Accumulators** accumulators_of(tkemu_thread* thread)
 }
 
 // The record of these accumulators, now the first of its list; made if `make`, unless there is no memory.
-TKEMU_INLINE Accumulators* find(const float* place, bool make)
+TKEMU_INLINE Accumulators* find(const void* place, bool make)
 {
     Accumulators **list = accumulators_of(self), **at = list, *r;
     int n = 0;
@@ -216,6 +216,29 @@ TKEMU_UNSEEN static const char* take_off(float* place, int n, bool accumulate, f
     }
     *sums = r->values;
     return nullptr;
+}
+
+TKEMU_UNSEEN static const char* take_fragment(const void* place, unsigned long bytes)
+{
+    Accumulators* r = find(place, true);
+    if (r == nullptr) {
+        return "no memory for a fragment";
+    }
+    r->state = Accumulators::kRead;
+    r->n = r->age = 0;
+    __builtin_memcpy(r->values, place, bytes);
+    return nullptr;
+}
+
+// Of all but the latest groups the fragments are free.
+TKEMU_UNSEEN static const char* free_fragment(const void* place, unsigned long bytes, int pending)
+{
+    Accumulators* r = find(place, false);
+    if (r == nullptr || r->state != Accumulators::kRead || r->age <= pending) {
+        return nullptr;
+    }
+    r->state = Accumulators::kLanded;
+    return __builtin_memcmp(r->values, place, bytes) == 0 ? nullptr : "a fragment A was written to while a wgmma was under way";
 }
 
 TKEMU_UNSEEN static void commit_accumulators()
@@ -301,8 +324,8 @@ TKEMU_UNSEEN static const char* judge(uint64_t d, const Operand& o)
         return "a matrix descriptor has bits set that mean nothing";
     }
     for (int i = 0; i < 2 * o.rows; ++i) {
-        if (o.piece(i) + 16 > self->shared_size) {
-            return "a matrix descriptor leads outside the block's dynamic shared memory";
+        if (o.piece(i) + 16 > self->shared_span) {
+            return "a matrix descriptor leads outside the block's shared memory";
         }
     }
     return nullptr;
@@ -412,10 +435,8 @@ TK_DEVICE uint32_t tf32_rest(uint32_t v)
 TK_DEVICE bool is_shared(const char* p)
 {
     const tkemu_thread* t = tkemu::self;
-    const char* dynamic = reinterpret_cast<const char*>(t->shared);
-    return (p >= dynamic && p + 16 <= dynamic + t->shared_size) ||
-           (p >= reinterpret_cast<const char*>(__start_tkemu_shared) &&
-            p + 16 <= reinterpret_cast<const char*>(__stop_tkemu_shared));
+    const char* shared = reinterpret_cast<const char*>(t->shared);
+    return p >= shared && p + 16 <= shared + t->shared_span;
 }
 
 // The addresses of kCount matrices' rows, of what the lanes gave.
@@ -526,8 +547,8 @@ TK_DEVICE uint32_t matrix_address(const void* p)
     const unsigned char* at = static_cast<const unsigned char*>(p);
     const tkemu_thread* t = tkemu::self;
     tkemu::machine->aligned(p, 16);
-    if (at < t->shared || at >= t->shared + t->shared_size) {
-        tkemu::machine->fault("a matrix descriptor is of a place outside the block's dynamic shared memory");
+    if (at < t->shared || at >= t->shared + t->shared_span) {
+        tkemu::machine->fault("a matrix descriptor is of a place outside the block's shared memory");
     }
     return uint32_t(at - t->shared);
 }
@@ -559,7 +580,7 @@ TK_DEVICE void wgmma_commit()
 template <int kPending, int kN>
 TK_DEVICE void note_wait(float (&r)[kN]) { tkemu::stop_if(tkemu::land(r, kN, kPending)); }
 template <int kPending, int kBytes>
-TK_DEVICE void note_wait(Words<kBytes>&) {}
+TK_DEVICE void note_wait(Words<kBytes>& r) { tkemu::stop_if(tkemu::free_fragment(&r, kBytes, kPending)); }
 template <int kPending, class T, int kN>
 TK_DEVICE void note_wait(T (&r)[kN])
 {
@@ -590,6 +611,7 @@ TK_DEVICE void wgmma(float (&d)[kN / 2], const Words<16>& a, uint64_t b, bool ac
     static_assert(is_wgmma<kN, TA, TB, kMajorK, kB>());
     tkemu::wgmma(d, {0, b, kN, uint32_t(product_types<TA, TB>()), kB << 1, accumulate, {a.w[0], a.w[1], a.w[2], a.w[3]}},
                  false);
+    tkemu::stop_if(tkemu::take_fragment(&a, sizeof a));
 }
 
 // ---- registers of a warpgroup ---------------------------------------------------------------------------------------

@@ -188,8 +188,8 @@ TK_DEVICE void wgmma_commit()
 #endif
 }
 // Waits until at most kPending groups, the latest ones, are not done. Until then neither accumulators nor fragments A may
-// be touched, nor shared memory written that is read. Name the accumulators that are used next, lest the compiler move
-// their use up. Other warps' groups are another matter: before a place they read is written, there is a barrier too.
+// be touched, nor shared memory written that is read. Name the accumulators that are used next and the fragments that are
+// written next, lest the compiler move that up. Other warps' groups are another matter: before a place they read is written, there is a barrier too.
 template <int kPending, class... R>
 TK_DEVICE void wgmma_wait(R&... registers)
 {
