@@ -43,7 +43,9 @@ def _made(value: str, *names: str) -> Elementwise:
     return elementwise(
         f"T y = {value.format('x + bias' if 'bias' in names else 'x')}{rest}",
         inputs=", ".join(f"T {n}" for n in names) + numbers, grad=gradient, preamble=_INCLUDE, name=name,
-        composite=lambda *args: _of_torch(*args[: len(names)], p=_probability(value, *args[len(names) :])),
+        composite=lambda *args: _of_torch(
+            _probability(value, *args[len(names) :]), *args[: len(names)]
+        ),
         public=lambda *args: (_PUBLIC[name], (*_padded(args[: len(names)]), _probability(value, *args[len(names) :]))),
     )  # fmt: skip
 
@@ -57,14 +59,14 @@ def _padded(tensors: tuple) -> tuple:
     return (*tensors, None) if len(tensors) == 2 else tensors
 
 
-def _of_torch(input: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, p: float = 0.5) -> Tensor:
+def _of_torch(p: float, input: Tensor, residual: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     """dropout_add of torch's own ops."""
     y = F.dropout(input if bias is None else input + bias, p)
     return y if residual is None else y + residual
 
 
 # Made with the module: torch.compile traces what is called later.
-_OPS = {
+_OPS: dict[tuple[str, tuple[str, ...]], Elementwise] = {
     (value, names): _made(value, *names)
     for names in (("x",), ("x", "residual"), ("x", "residual", "bias"))
     for value in (_NONE, _ALL, _SOME)
@@ -89,10 +91,10 @@ def _require(name: str, p: float, **tensors: Any) -> None:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-def _refused_or_torchs(name: str, *args: Any, **more: Any) -> Tensor:
+def _refused_or_torchs(name: str, *args: Any) -> Tensor:
     """Of dtypes without kernels what torch makes of them, or its refusal under our name."""
     try:
-        return _of_torch(*args, **more)
+        return _of_torch(*args)
     except Exception as error:
         raise type(error)(f"{name}: {error}") from None
 
@@ -128,7 +130,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if input.dtype not in _FLOATING:
         if inplace:
             return F.dropout(input, p, True, True)
-        return _refused_or_torchs("dropout", input, p=p)
+        return _refused_or_torchs("dropout", p, input)
     if p == 1 and inplace:
         return input.zero_()
     op, numbers = _chosen(float(p), "x")
@@ -165,7 +167,7 @@ def dropout_add(
         return handle_torch_function(dropout_add, tensors, *_padded(tensors), p, training)
     rate = float(p) if training else 0.0
     if any(t.dtype not in _FLOATING for t in tensors):
-        return _refused_or_torchs("dropout_add", input, residual, bias, p=rate)
+        return _refused_or_torchs("dropout_add", rate, input, residual, bias)
     dropped = input.shape if bias is None else torch.broadcast_shapes(input.shape, bias.shape)
     try:
         whole = torch.broadcast_shapes(dropped, residual.shape)
@@ -223,10 +225,10 @@ def _bench(extra: int) -> Iterator[BenchCase]:
 
 
 def _reference(input: Tensor, residual: Tensor, bias: Tensor | None = None, p: float = 0.5) -> Tensor:
-    return _of_torch(input, residual, bias, p)
+    return _of_torch(p, input, residual, bias)
 
 
 CASES = (
-    op_cases(public=dropout, reference=F.dropout, inputs=_inputs, bench=_bench(0)),
-    op_cases(public=dropout_add, reference=_reference, inputs=_add_inputs, bench=_bench(2)),
+    op_cases(public=dropout, reference=F.dropout, inputs=_inputs, bench=_bench(0), random=True),
+    op_cases(public=dropout_add, reference=_reference, inputs=_add_inputs, bench=_bench(2), random=True),
 )
