@@ -82,10 +82,10 @@ def peer(name: str, *ops: str) -> Callable[[Callable[[str], Pair]], Callable[[st
 def peers_of(op: OpCases) -> list[Peer]:
     """tkjit, then the copy, then the peers; those that can't be imported say so in ``missing``."""
     found = {
-        "tkjit": Peer("tkjit", *through_autograd(op.public)),
+        "tkjit": Peer("tkjit", *through_autograd(op.public), checked=not op.random),
         "copy": Peer("copy", _copy, _copy, checked=False),
-        "torch": Peer("torch", *through_autograd(op.reference)),
-        "torch.compile": Peer("torch.compile", *made_for(lambda call: compiled(op.reference))),
+        "torch": Peer("torch", *through_autograd(op.reference), checked=not op.random),
+        "torch.compile": Peer("torch.compile", *made_for(lambda call: compiled(op.reference)), checked=not op.random),
     }
     for name, ops, maker in _OF_ONE_OP:
         if op.peers_key not in ops:

@@ -119,13 +119,15 @@ class Text:
         kinds = {what: kind for kind, what in (*self.inputs, *self.outputs)}
         found: dict[str, str] = dict(_COPIED.findall(without_comments(self.body)))
         found = {
-            name: of for name, of in found.items() if kinds.get(name) == kinds.get(of, "") and words.count(name) == 1
+            name: of
+            for name, of in found.items()
+            if name in kinds and kinds[name] == kinds.get(of) and words.count(name) == 1
         }
         inputs = {what for _, what in self.inputs}
         # An output that is assigned to again may not be what it was at the copy.
         names = list(found.values())
         found = {n: of for n, of in found.items() if of in inputs or words.count(of) == 1 + names.count(of)}
-        return {n: found.get(of, of) for n, of in found.items()}
+        return {n: found[of] if of in found else of for n, of in found.items()}  # noqa: SIM401
 
     @functools.cached_property
     def template(self) -> Template:
@@ -150,14 +152,13 @@ struct Op {{
     {{
 {random}#line 1 "{self.name}.elementwise"
 {self.body}
-#line 1 "{self.name}.elementwise.cuh"
+#line 1 "{self.name}.source.cuh"
 {stores}    }}
 }};
 
 }}  // namespace elementwise
 """
-        # A file's name, which no file that it includes may have.
-        return Template.from_source(source, f"{self.name}.elementwise", self.body)
+        return Template.from_source(source, self.name, self.body)
 
 
 def declared(body: str) -> list[tuple[str, str]]:

@@ -82,6 +82,11 @@ class Template:
     namespace: str = ""
     text: str | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def file(self) -> str:
+        """What the compiler is told. Not a name that a user's text may include."""
+        return f"{self.name}.cuh" if self.text is None else f"{self.name}.source.cuh"
+
     @staticmethod
     def from_source(source: str, name: str, text: str | None = None) -> Template:
         """A template from text rather than from the package; it may include the package's files."""
@@ -187,7 +192,7 @@ def _kernel(template: Template, expression: str, target: str, ptx: bool) -> _cor
     meta = {"template": template.name, "kernel": expression, "arch": target, "nvrtc": f"{version[0]}.{version[1]}"}
     kernel = _core.Kernel(
         key=digest(key_fields(template, expression, options, version)),
-        name=f"{template.name}.cuh",
+        name=template.file,
         source=template.source,
         expression=expression,
         headers=tuple(_for_gpu(template.headers).items()),
@@ -211,7 +216,7 @@ def _host_kernel(template: Template, expression: str, arch: str, check: int) -> 
     meta = {"template": template.name, "kernel": expression, "arch": arch, "compiler": identity, "checks": check > 0}
     kernel = _core.Kernel(
         key=digest([f"tkjit host kernel {SCHEMA}", identity, *options[2:], "", source]),
-        name=f"{template.name}.cuh",
+        name=template.file,
         source=source,
         expression=expression,
         headers=(),
@@ -270,7 +275,7 @@ def _ensure(kernel: _core.Kernel, instance: Instance, target: str, emulated: boo
 def _explained(error: CompileError, kernel: _core.Kernel, instance: Instance, target: str) -> CompileError:
     """The same error with what a person needs to mend it."""
     log = str(error)
-    name, text = f"{instance.template.name}.cuh", instance.template.source
+    name, text = instance.template.file, instance.template.source
     if instance.template.text is not None:
         name, text = instance.template.name, instance.template.text
     listing = _excerpt(text, log, name)

@@ -340,6 +340,10 @@ def elementwise(
     In the text float16 and bfloat16 values are float; results are rounded once. CUDA's mathematical functions are there by their
     overloaded names (``erf``, ``sin``, ``expm1``, ``lgamma``) and in fast forms (``__expf``, ``__fdividef``); ``kFast`` is true
     where every output has two bytes. Works under torch.compile, in CUDA graphs, and for CPU tensors through the emulator.
+
+    ``random`` is a float in [0, 1) and ``random_bits`` an unsigned, one for each element and the same in the gradient: Philox's
+    words by the element's place in row-major order, of a seed that the call draws from torch's generator, or that is given behind
+    the arguments as a tensor of one int64.
     """
     parsed = Text.of(text, inputs, outputs, preamble, name)
     if isinstance(grad, str):

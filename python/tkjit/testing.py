@@ -105,6 +105,7 @@ class OpCases:
     dtypes: tuple[torch.dtype, ...]
     slack: tuple[float, float] = (1.0, 1.0)
     dim: int | None = None
+    random: bool = False
 
     def samples(self, device: str, dtype: torch.dtype) -> list[Sample]:
         """Small calls on ``device``; the first is the one whose host time the harness measures."""
@@ -122,6 +123,7 @@ def op_cases(
     dtypes: Sequence[torch.dtype] = (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     slack: tuple[float, float] = (1.0, 1.0),
     dim: int | None = None,
+    random: bool = False,
 ) -> OpCases:
     """Describe an op.
 
@@ -138,6 +140,7 @@ def op_cases(
             where it is summed from terms that were rounded, or is the difference of larger ones.
         dim: By the size of which neighbours the benchmarks measure an entry's error, where entries differ in size: see
             :func:`error`.
+        random: The bench cases draw random numbers, so that nothing can be held against the reference's result there.
     """
     called = name or public.__name__
     cases = tuple(bench)
@@ -146,7 +149,7 @@ def op_cases(
         if case.label in seen:
             raise ValueError(f"op {called!r}: two bench cases are labelled {case.label!r}")
         seen.add(case.label)
-    return OpCases(called, public, reference, peers_key or called, inputs, cases, tuple(dtypes), slack, dim)
+    return OpCases(called, public, reference, peers_key or called, inputs, cases, tuple(dtypes), slack, dim, random)
 
 
 def all_cases() -> dict[str, OpCases]:

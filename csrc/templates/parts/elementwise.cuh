@@ -190,13 +190,16 @@ struct Inputs<kVec, kSplat, kTensor, kNumber, List<Random<kConsecutive>, Rest...
     {
         if constexpr (kConsecutive && kVec % 4 == 0) {
             // A vector begins at a multiple of its size, so its words are whole results of Philox.
+            tk::Quad quads[kVec / 4];
 #pragma unroll
             for (int q = 0; q < kVec / 4; ++q) {
-                const tk::Quad quad = tk::philox(seed, 0, uint64_t(first) / 4 + q);
+                const uint64_t n = uint64_t(first) / 4 + q;
+                quads[q] = tk::Quad{{uint32_t(n), uint32_t(n >> 32), 0, 0}};
+            }
+            tk::philox(seed, quads);
 #pragma unroll
-                for (int w = 0; w < 4; ++w) {
-                    v[4 * q + w] = quad.w[w];
-                }
+            for (int e = 0; e < kVec; ++e) {
+                v[e] = quads[e / 4].w[e % 4];
             }
         } else if constexpr (kConsecutive && kVec == 2) {
             const tk::Quad quad = tk::philox(seed, 0, uint64_t(first) / 4);

@@ -7,19 +7,31 @@ namespace tk {
 
 struct Quad { uint32_t w[4]; };
 
-// The four words that a key makes of a counter (both with their least significant word first), as Random123 has them.
-TK_DEVICE Quad philox(uint64_t key, Quad counter)
+// The four words that a key makes of each counter (both with their least significant word first), as Random123 has them. In
+// their place, and side by side: the rounds' keys are computed once for all.
+template <int kN>
+TK_DEVICE void philox(uint64_t key, Quad (&counters)[kN])
 {
     uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
 #pragma unroll
     for (int round = 0; round < 10; ++round) {
-        const uint64_t a = uint64_t(0xd2511f53u) * counter.w[0], b = uint64_t(0xcd9e8d57u) * counter.w[2];
-        const uint32_t x = uint32_t(b >> 32) ^ counter.w[1] ^ k0, z = uint32_t(a >> 32) ^ counter.w[3] ^ k1;
-        counter = Quad{{x, uint32_t(b), z, uint32_t(a)}};
+#pragma unroll
+        for (int i = 0; i < kN; ++i) {
+            const Quad c = counters[i];
+            const uint64_t a = uint64_t(0xd2511f53u) * c.w[0], b = uint64_t(0xcd9e8d57u) * c.w[2];
+            const uint32_t x = uint32_t(b >> 32) ^ c.w[1] ^ k0, z = uint32_t(a >> 32) ^ c.w[3] ^ k1;
+            counters[i] = Quad{{x, uint32_t(b), z, uint32_t(a)}};
+        }
         k0 += 0x9e3779b9u;
         k1 += 0xbb67ae85u;
     }
-    return counter;
+}
+
+TK_DEVICE Quad philox(uint64_t key, Quad counter)
+{
+    Quad one[1] = {counter};
+    philox(key, one);
+    return one[0];
 }
 
 // Words 4 * quad .. 4 * quad + 3 of a seed's subsequence: the same bits as curand4 after curand_init(seed, subsequence,

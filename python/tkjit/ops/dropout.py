@@ -219,6 +219,6 @@ def _reference(input: Tensor, residual: Tensor, bias: Tensor | None = None, p: f
 
 
 CASES = (
-    op_cases(public=dropout, reference=F.dropout, inputs=_inputs, bench=_bench(0)),
-    op_cases(public=dropout_add, reference=_reference, inputs=_add_inputs, bench=_bench(2)),
+    op_cases(public=dropout, reference=F.dropout, inputs=_inputs, bench=_bench(0), random=True),
+    op_cases(public=dropout_add, reference=_reference, inputs=_add_inputs, bench=_bench(2), random=True),
 )
