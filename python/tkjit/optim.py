@@ -56,9 +56,10 @@ struct Table {
 
 template <class A>
 struct How {
-    A decay, step_size, scale, beta1, beta2, rest1, rest2, eps, sign;  // rest: 1 - beta
+    Factors<A> all;
+    A beta1, beta2, rest1, rest2, eps, sign;  // rest: 1 - beta
     unsigned seed;
-    const Factors<A>* factors;  // (count,); null: what stands above
+    const Factors<A>* factors;  // (count,), of each tensor its own; null: all have `all`
     const float* grad_scale;    // (1,) or null
     const float* found_inf;     // (1,) or null; 1: nothing is written
 };
@@ -125,12 +126,9 @@ adamw(const __grid_constant__ Table<T, S, A> t, const __grid_constant__ How<A> h
     S* v = t.v[i];
     S* largest = t.largest[i];
     const long long n = t.n[i];
-    Factors<A> f = {how.decay, how.step_size, how.scale, A(how.seed)};
-    unsigned seed = how.seed;
-    if (how.factors != nullptr) {
-        f = how.factors[i];
-        seed += unsigned(int(f.step)) * 0x9e3779b9u;
-    }
+    // Not `f = how.all; if (...) f = how.factors[i];`: NVRTC 13.0 forgets the second decay.
+    const Factors<A> f = *(how.factors != nullptr ? how.factors + i : &how.all);
+    const unsigned seed = how.seed + unsigned(int(f.step)) * 0x9e3779b9u;
     const A by = how.grad_scale != nullptr ? A(1) / A(*how.grad_scale) : A(1);
     constexpr int kSpan = kThreads * kVec;
     // 64 bits: a tensor may have more than 2^31 elements.
@@ -411,8 +409,9 @@ class AdamW(torch.optim.AdamW):
                 1 - lr * group["weight_decay"],
                 lr / (1 - beta1**step),
                 1 / (1 - beta2**step) ** 0.5,
+                step,
             )
-            self._launch(group, lists, dtype, state_dtype, factors, int(step), None, None, None)
+            self._launch(group, lists, dtype, state_dtype, factors, None, None, None)
 
     def _count(self, number: int, key: Any, b: _Bucket) -> list[float]:
         """One step more of each; the counters are views of one tensor, so that one addition does it."""
@@ -439,14 +438,14 @@ class AdamW(torch.optim.AdamW):
             numbers = (0.0 if rate is not None else float(lr), float(group["weight_decay"]), beta1, beta2)
             args = (table, rows[at:], rate, found, *map(f64, numbers), i32(len(some)))
             _counter(dtype).launch(-(-len(some) // 128), 128, args)
-        self._launch(group, b.lists, dtype, state_dtype, (0.0, 0.0, 0.0), 0, rows, scale, found)
+        self._launch(group, b.lists, dtype, state_dtype, (0.0,) * 4, rows, scale, found)
         if scale is not None:
             for g, copy in b.copied:
                 g.copy_(copy)
 
     def _launch(
         self, group: dict[str, Any], lists: tuple[list[Tensor], ...], dtype: torch.dtype, state_dtype: torch.dtype,
-        factors: tuple[float, float, float], step: int, rows: Tensor | None, scale: Tensor | None, found: Tensor | None,
+        factors: tuple[float, ...], rows: Tensor | None, scale: Tensor | None, found: Tensor | None,
     ) -> None:  # fmt: skip
         stochastic = self.state_dtype == torch.bfloat16 == state_dtype
         kernel = _kernel(dtype, state_dtype, group["amsgrad"], stochastic)
@@ -472,7 +471,7 @@ class AdamW(torch.optim.AdamW):
                 *(x + [None] * (MANY - len(x)) for x in some), sizes, first, i32(len(p)),
                 writes=[*p, *some[2], *some[3], *some[4], *(some[1] if scale is not None else ())],
             )  # fmt: skip
-            seed = u32((step * 0x9E3779B9 + at * 0x85EBCA6B) % 2**32)
+            seed = u32(at * 0x85EBCA6B % 2**32)
             how = struct(*numbers, seed, rows[at:] if rows is not None else None, scale, found)
             kernel.launch(blocks, THREADS, (table, how))
 
