@@ -261,12 +261,11 @@ def test_transforms_are_torchs(place: str) -> None:
 def test_dtypes_without_kernels_are_torchs(place: str) -> None:
     for dtype in (torch.int64, torch.bool, torch.int32):
         x = torch.ones(4, device=place, dtype=dtype)
-        with pytest.raises(Exception) as theirs:
-            F.dropout(x)
-        with pytest.raises(type(theirs.value)):
-            tkjit.dropout(x)
-        with pytest.raises(type(theirs.value)):
-            tkjit.dropout(x, inplace=True)
+        for inplace in (False, True):
+            with pytest.raises(Exception) as theirs:
+                F.dropout(x, inplace=inplace)
+            with pytest.raises(type(theirs.value)):
+                tkjit.dropout(x, inplace=inplace)
         assert tkjit.dropout(x, training=False) is x
 
 

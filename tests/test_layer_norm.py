@@ -292,12 +292,16 @@ def test_empty_tensors_have_empty_results_and_gradients_of_zero(name: str, emula
 # --- Residual ----------------------------------------------------------------------------------------------------------
 
 
-def judged_with_residual(name: str, x: Tensor, other: Tensor, *parameters: Tensor, grads=None, label: str = "") -> None:
+def judged_with_residual(
+    name: str, x: Tensor, other: Tensor, *parameters: Tensor, grads=None, label="", eps=None
+) -> None:
+    eps = eps or (1e-5 if name == "layer_norm" else None)
+
     def call(x: Tensor, other: Tensor, *rest: Tensor) -> Any:
-        return OPS[name](x, x.shape[-1:], *rest, residual=other)
+        return OPS[name](x, x.shape[-1:], *rest, residual=other, eps=eps)
 
     def theirs(x: Tensor, other: Tensor, *rest: Tensor) -> Any:
-        return reference(name, x, 1, *rest, residual=other)
+        return reference(name, x, 1, *rest, residual=other, eps=eps)
 
     parameters = parameters if name == "layer_norm" else parameters[:1]
     check(call, theirs, (x, other, *parameters), grads=grads, label=f"{name} {label or tuple(x.shape)}", slack=(2, 3))
@@ -408,16 +412,17 @@ def test_autocast_of_a_cpu_leaves_norms_alone_as_torchs(emulated: str):
 
 
 @both
-def test_autocast_of_a_gpu_goes_to_float32(name: str, device: str):
+def test_autocast_of_a_gpu_gives_torchs_dtype(name: str, device: str):
     x, w, other = (
         normal(4, 16, dtype=torch.bfloat16, device=device),
         normal(16, device=device),
         normal(4, 16, device=device),
     )
     with torch.autocast("cuda", torch.bfloat16):
-        assert OPS[name](x, (16,), w).dtype == getattr(F, name)(x, (16,), w).dtype == torch.float32
+        theirs = getattr(F, name)(x, (16,), w).dtype  # of rms_norm bfloat16 in torch 2.11, float32 in 2.13
+        assert OPS[name](x, (16,), w).dtype == theirs and theirs in (torch.float32, torch.bfloat16)
         y, h = OPS[name](x, (16,), w, residual=other.bfloat16())
-        assert y.dtype == h.dtype == torch.float32
+        assert y.dtype == h.dtype == theirs
 
 
 # --- Compiled kernels --------------------------------------------------------------------------------------------------
@@ -462,11 +467,16 @@ EDGES = [n + d for n in (256, 768, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 
 EDGES += [1, 2, 15, 16, 17, 63, 64, 65, 781, 5000, 12289, 50257, 200_003, 1_000_001]
 
 
+def eps_of(n: int) -> float:
+    """Of one column, and of two of a layer norm, a gradient is eps / (x^2 + eps) of its terms: an eps that leaves something."""
+    return 1e-5 if n > 2 else 0.5
+
+
 @both
 @every_dtype
 def test_widths_on_both_sides_of_every_path(name: str, dtype: torch.dtype, device: str):
     for n in EDGES:
-        judged(name, normal(3, n, dtype=dtype, device=device), *affine(n, dtype, device))
+        judged(name, normal(3, n, dtype=dtype, device=device), *affine(n, dtype, device), eps=eps_of(n))
 
 
 @both
@@ -474,11 +484,11 @@ def test_widths_on_both_sides_of_every_path(name: str, dtype: torch.dtype, devic
 def test_many_rows_on_every_path(name: str, dtype: torch.dtype, device: str):
     for n in (1, 5, 33, 100, 256, 768, 781, 1024, 4096, 5001, 8192, 16_384, 65_536, 140_000, 300_000):
         rows = max(3, min(300_003, (48 << 20) // (n * dtype.itemsize)))
-        judged(name, normal(rows, n, dtype=dtype, device=device), *affine(n, dtype, device))
+        judged(name, normal(rows, n, dtype=dtype, device=device), *affine(n, dtype, device), eps=eps_of(n))
         if n <= 16_384:
             few = max(1, rows // 16)
             x, other = (normal(few, n, dtype=dtype, device=device) for _ in range(2))
-            judged_with_residual(name, x, other, *affine(n, dtype, device))
+            judged_with_residual(name, x, other, *affine(n, dtype, device), eps=eps_of(n))
 
 
 @both

@@ -491,8 +491,16 @@ def _composite(x, weight, bias, residual, dims, eps, rms, zero):
     return y if residual is None else (y, h)
 
 
+_IS_CAST = [
+    torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
+    for name in ("layer_norm", "rms_norm")
+]
+
+
 def _autocast(*args):
-    """torch's: all to float32 but what is double, on a GPU; a CPU's autocast leaves norms alone."""
+    """torch's: all to float32 but what is double, on a GPU; a CPU's autocast leaves norms alone, older torch's rms_norm."""
+    if not _IS_CAST[args[6]]:
+        return args
 
     def cast(t):
         return t.float() if isinstance(t, Tensor) and t.is_cuda and t.dtype in (torch.float16, torch.bfloat16) else t
