@@ -272,6 +272,32 @@ class Expected:
             self.want = torch.autograd.grad(outputs, [wide[i] for i in grad_of], [g.double() for g in grads])
             outputs = as_tuple(function(*leaves, **kwargs))
             self.torch = torch.autograd.grad(outputs, [leaves[i] for i in grad_of], grads)
+            if self.rows is not None and not all(self._has_rows(call.args[i]) for i in grad_of):
+                self._sum_over_all_rows(call)
+
+    def _sum_over_all_rows(self, call: peers.Call) -> None:
+        """Of weights and their like: each row adds to their gradients."""
+        function, kwargs, grad_of = call.op.reference, call.kwargs, call.case.grad_of
+        of = [k for k, i in enumerate(grad_of) if not self._has_rows(call.args[i])]
+        want, own = list(self.want), list(self.torch)
+        for k in of:
+            want[k] = torch.zeros_like(want[k])
+        step = max(1, 4 * CHECK_ELEMENTS // max(1, call.args[0].numel() // self.batch))
+        for at in range(0, self.batch, step):
+            args, grads = ([t[at : at + step] if self._has_rows(t) else t for t in ts] for ts in (call.args, call.grads))
+            wide = [a.detach().double().requires_grad_() if i in grad_of else a for i, a in enumerate(args)]
+            outputs = as_tuple(in_float64(function, tuple(wide), kwargs))
+            found = torch.autograd.grad(outputs, [wide[grad_of[k]] for k in of], [g.double() for g in grads])
+            for k, one in zip(of, found, strict=True):
+                want[k] += one
+        leaves = [a.detach().requires_grad_() if i in grad_of else a for i, a in enumerate(call.args)]
+        outputs = as_tuple(function(*leaves, **kwargs))
+        for k, one in zip(of, torch.autograd.grad(outputs, [leaves[grad_of[k]] for k in of], call.grads), strict=True):
+            own[k] = one
+        self.want, self.torch = tuple(want), tuple(own)
+
+    def _has_rows(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.shape[0] == self.batch
 
     def _pick(self, call: peers.Call) -> torch.Tensor | None:
         batch = call.case.batch
@@ -287,8 +313,7 @@ class Expected:
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its rows that are looked at; all of what has none of its own, such as weights."""
-        whole = self.rows is None or tensor.ndim == 0 or tensor.shape[0] != self.batch
-        return tensor if whole else tensor.index_select(0, self.rows)
+        return tensor.index_select(0, self.rows) if self.rows is not None and self._has_rows(tensor) else tensor
 
     def judge(self, results: tuple[Any, ...]) -> str:
         """Empty if they are right, else what is wrong."""
@@ -299,8 +324,6 @@ class Expected:
                 return f"{type(got).__name__}, should be a tensor"
             if got.dtype != own.dtype:
                 return f"dtype {got.dtype}, should be {own.dtype}"
-            if self.rows is not None and (got.ndim == 0 or got.shape[0] != self.batch):
-                return f"shape {tuple(got.shape)}, should have {self.batch} rows"
             part = self._part(got.detach())
             if part.shape != want.shape:
                 return f"shape {tuple(part.shape)}, should be {tuple(want.shape)}"

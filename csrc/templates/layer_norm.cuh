@@ -6,10 +6,10 @@
 //         dw = sum over rows(dy * xhat)                                  kRms: without mean(g); dh: what came for h
 //         db = sum over rows(dy)
 //
-// w = weight + shift, shift being 1 for a zero-centred weight; 1 and 0 where weight and bias are null.
+// w = weight, or weight + 1, a zero-centred one; 1 and 0 without weight and bias.
 //
 // The mean is taken in two steps: mean, rounded, then rest, the mean of h - mean. So neither the variance nor h - mean loses
-// digits when all of a row lies far from 0. Where squares may overflow they are taken of smaller numbers. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows).
+// digits when all of a row lies far from 0. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows).
 //
 // Bytes: fwd reads x (and residual) and writes y (and h) once. bwd reads dy and x (and dh) and writes dx once; the sums over
 // rows are kept in registers, a block's rows in their order, and go through (blocks, n_cols) partial sums that `total` adds in
@@ -19,7 +19,8 @@
 // The host guarantees: nothing is empty; rows are contiguous and reach no element outside the tensors; y, h, dx and dh are
 // contiguous; weight and bias are contiguous and begin on 16 bytes. No output overlaps an input.
 //
-// Template: T element type of everything but W of weight and dw, B of bias and db.
+// Template: T element type of everything but W of weight and dw, B of bias and db; kWeight how the weight counts; kBias: there is
+// a bias.
 #include "parts/cells.cuh"
 
 namespace layer_norm {
@@ -27,64 +28,104 @@ namespace layer_norm {
 template <class T>
 using Sums = row::Sums<tk::accumulator_t<T>>;
 
-// A parameter's elements [col, col + kVec) plus `shift`, or `shift + none` of a null one. kWhole: all of them are there, in
-// whole vectors.
-template <bool kWhole, int kVec, class P, class Acc>
-TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc shift, Acc none, Acc (&out)[kVec])
+// How a parameter counts: not at all, as it is, or as one more, which is a zero-centred weight.
+enum Counts { kAbsent, kPlain, kPlusOne };
+
+// A parameter's elements [col, col + kVec) before n_cols, as they count. kWhole: all of them are there, in whole vectors.
+template <int kCounts, bool kWhole, int kVec, class P, class Acc>
+TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc (&out)[kVec])
 {
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-        out[i] = none;
-    }
-    if (p == nullptr) {
-        return;
-    }
+    typename tk::Vec<P, kVec>::Acc a[kVec] = {};
     if constexpr (kWhole) {
         if (col < n_cols) {
-            tk::Vec<P, kVec> v;
-            typename tk::Vec<P, kVec>::Acc a[kVec];
-            v.raw = tk::load_global<kVec * int(sizeof(P))>(p + col);
-            v.unpack(a);
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                out[i] = Acc(a[i]) + shift;
-            }
+            tk::Vec<P, kVec>{tk::load_global<kVec * int(sizeof(P))>(p + col)}.unpack(a);
         }
     } else {
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
             if (col + i < n_cols) {
-                out[i] = Acc(tk::to_acc(p[col + i])) + shift;
+                a[i] = tk::to_acc(p[col + i]);
             }
         }
     }
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+        out[i] = kCounts == kPlusOne ? Acc(a[i]) + Acc(1) : Acc(a[i]);
+    }
 }
+
+constexpr int kHeldBytes = 64;  // of parameters that a thread keeps in registers while it goes from row to row
+
+template <class G>
+TK_DEVICE constexpr bool held(int bytes)  // of each column
+{
+    return G::kAligned && G::kRing && G::kVecs * G::kVec * bytes <= kHeldBytes;
+}
+
+// A parameter in a thread's columns: kept, or read with each row from the caches.
+template <class G, int kCounts, bool kHeld, class P>
+struct Along {
+    using Acc = typename row::Tile<G>::Acc;
+    using Vec = tk::Vec<P, G::kVec>;
+    const P* p;
+    Vec kept[kHeld ? G::kVecs : 1];
+
+    TK_DEVICE Along(const P* p, int n_cols) : p(p)
+    {
+        if constexpr (kHeld && kCounts != kAbsent) {
+#pragma unroll
+            for (int v = 0; v < G::kVecs; ++v) {
+                const int col = G::first_col() + v * G::kStep;
+                kept[v] = Vec::filled(typename Vec::Acc(0));
+                if (col < n_cols) {
+                    kept[v].raw = tk::load_global<Vec::kBytes>(p + col);
+                }
+            }
+        }
+    }
+
+    // a times, or plus, vector v.
+    TK_DEVICE void scale(Acc (&a)[G::kVec], int v, int n_cols) const
+    {
+        if constexpr (kCounts != kAbsent) {
+            Acc w[G::kVec];
+            get(v, n_cols, w);
+#pragma unroll
+            for (int i = 0; i < G::kVec; ++i) {
+                a[i] *= w[i];
+            }
+        }
+    }
+    TK_DEVICE void add(Acc (&a)[G::kVec], int v, int n_cols) const
+    {
+        if constexpr (kCounts != kAbsent) {
+            Acc w[G::kVec];
+            get(v, n_cols, w);
+#pragma unroll
+            for (int i = 0; i < G::kVec; ++i) {
+                a[i] += w[i];
+            }
+        }
+    }
+
+private:
+    TK_DEVICE void get(int v, int n_cols, Acc (&out)[G::kVec]) const
+    {
+        if constexpr (kHeld) {
+            typename Vec::Acc a[G::kVec];
+            kept[v].again().unpack(a);
+#pragma unroll
+            for (int i = 0; i < G::kVec; ++i) {
+                out[i] = kCounts == kPlusOne ? Acc(a[i]) + Acc(1) : Acc(a[i]);
+            }
+        } else {
+            parameters<kCounts, G::kAligned>(p, G::first_col() + v * G::kStep, n_cols, out);
+        }
+    }
+};
 
 template <class Acc>
 constexpr Acc kSmall = Acc(1) / (1ull << 40) / (1ull << 40);
-
-// By what a row's h - mean are multiplied before they are squared, from the mean of its |h|: n^2 * mean^2 bounds the sum.
-template <class Acc>
-TK_DEVICE Acc scale_of(Acc size) { return size > Acc(1ull << 40) ? kSmall<Acc> : Acc(1); }
-
-// 1 / sqrt(var + eps) of a row's sums s of (h - mean) * scale and q of their squares. kRms: s is q at a scale of kSmall, for
-// rows whose squares overflow. NaN stays.
-template <bool kRms, class Acc>
-TK_DEVICE Acc inverse_root(Acc s, Acc q, Acc n, Acc scale, Acc eps)
-{
-    const Acc inf = tk::limits<Acc>::inf();
-    if (kRms && q == inf && s < inf) {
-        q = s;
-        scale = kSmall<Acc>;
-    }
-    Acc var = q / n;
-    if constexpr (!kRms) {
-        var -= s / n * (s / n);  // what rounding took from the mean, or gave to it
-        var = var < Acc(0) ? Acc(0) : var;
-    }
-    const Acc whole = var / scale / scale;
-    return whole < inf ? Acc(1) / tk::sqrt(whole + eps) : scale / tk::sqrt(var);
-}
 
 template <class Acc>
 struct Stats {
@@ -104,15 +145,52 @@ struct Stats {
     {
         return {from[r], kRms ? Acc(0) : from[n_rows + r], kRms ? Acc(0) : from[2 * n_rows + r]};
     }
-    TK_DEVICE Acc normal(Acc h) const { return ((h - mean) - rest) * rstd; }
+    // Of the sums s of h - mean and q of their squares. False where these overflow.
+    template <bool kRms>
+    TK_DEVICE bool finish(Acc s, Acc q, Acc inverse_n, Acc eps)
+    {
+        rest = kRms ? Acc(0) : s * inverse_n;
+        const Acc var = q * inverse_n - rest * rest;  // rest: what rounding took from the mean, or gave to it
+        rstd = tk::inverse_sqrt((kRms || !(var < Acc(0)) ? var : Acc(0)) + eps);
+        return q != tk::limits<Acc>::inf();
+    }
+    TK_DEVICE Acc normal(Acc h) const { return (h - mean) * rstd - rest * rstd; }
 };
+
+// The mean of at(c) over a row, by a warp, or by each thread for itself.
+template <bool kWarp, class Acc, class At>
+TK_DEVICE Acc mean_of(int64_t n, At at)
+{
+    Acc s = 0;
+#pragma unroll 1
+    for (int64_t c = kWarp ? tk::lane() : 0; c < n; c += kWarp ? 32 : 1) {
+        s += at(c);
+    }
+    return row::Sum<Acc>::template lanes<(kWarp ? 32 : 1)>({s}).s / Acc(n);
+}
+
+// The statistics of a row whose squares overflow, of smaller numbers: small(c), element c times kSmall. Each warp for itself,
+// or each thread where a warp has several rows: slow, but rare, and without a reduction that other rows would have to join.
+template <bool kRms, bool kWarp, class Acc, class At>
+TK_DEVICE Stats<Acc> of_huge(int64_t n, Acc eps, At small)
+{
+    Acc mean = 0, rest = 0;
+    if constexpr (!kRms) {
+        mean = mean_of<kWarp, Acc>(n, small);
+        rest = mean_of<kWarp, Acc>(n, [&](int64_t c) { return small(c) - mean; });
+    }
+    const Acc square = mean_of<kWarp, Acc>(n, [&](int64_t c) { return (small(c) - mean) * (small(c) - mean); });
+    const Acc var = square - rest * rest, whole = var / kSmall<Acc> / kSmall<Acc>;
+    const Acc rstd = whole < tk::limits<Acc>::inf() ? Acc(1) / tk::sqrt(whole + eps) : kSmall<Acc> / tk::sqrt(var);
+    return {rstd, mean / kSmall<Acc>, rest / kSmall<Acc>};
+}
 
 // ---- rows held in registers ----------------------------------------------------------------------------------------
 //
 // Template: row::Geometry's numbers; kDims outer dims. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of
 // kCluster. extents, stages, slot_bytes, counter: see row::Input.
 
-template <class T, class W, class B, bool kRms, bool kAdd, int kTeam, int kTeams, int kCluster, int kVecs,
+template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, int kTeam, int kTeams, int kCluster, int kVecs,
           int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(T* y,                         // (n_rows, n_cols)
@@ -120,10 +198,10 @@ fwd(T* y,                         // (n_rows, n_cols)
     tk::accumulator_t<T>* stats,  // (3 or 1, n_rows), or null
     const T* x,                   // (n_rows, n_cols)
     const T* residual,            // (n_rows, n_cols); kAdd only
-    const W* weight,              // (n_cols,), or null
-    const B* bias,                // (n_cols,), or null
+    const W* weight,              // (n_cols,)
+    const B* bias,                // (n_cols,)
     row::Rows<kDims, kAdd ? 3 : 2> rows, int64_t n_rows, int n_cols, int64_t x_extent, int64_t residual_extent,
-    int stages, int slot_bytes, uint64_t* counter, tk::accumulator_t<T> eps, tk::accumulator_t<T> shift)
+    int stages, int slot_bytes, uint64_t* counter, tk::accumulator_t<T> eps)
 {
     using G = row::Geometry<T, T, kAdd ? 2 : 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
@@ -139,6 +217,10 @@ fwd(T* y,                         // (n_rows, n_cols)
     row::Reader<G, kDims, kTensors, typename Op::Value> reader{shared, in, rows};
     row::Reducer<G, Op> reduce{shared};
     reader.begin();
+    constexpr bool kHeld = held<G>((kWeight != kAbsent) * sizeof(W) + kBias * sizeof(B));
+    const Along<G, kWeight, kHeld, W> w{weight, n_cols};
+    const Along<G, kBias ? kPlain : kAbsent, kHeld, B> b{bias, n_cols};
+    const Acc inverse_n = Acc(1) / Acc(n_cols);
     for (; reader.more(); reader.next()) {
         row::Tile<G> t[G::kStreams];
         reader.load(t, Acc(0));
@@ -162,9 +244,8 @@ fwd(T* y,                         // (n_rows, n_cols)
         }
 
         Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
-        Acc scale = 1;
         if constexpr (!kRms) {
-            Acc s[2] = {}, size = 0;
+            Acc s[2] = {};
 #pragma unroll
             for (int v = 0; v < kVecs; ++v) {
                 Acc a[kVec];
@@ -172,45 +253,51 @@ fwd(T* y,                         // (n_rows, n_cols)
 #pragma unroll
                 for (int i = 0; i < kVec; ++i) {
                     s[i % 2] += a[i];  // 0 past the row's end
-                    size += tk::abs(a[i]);
                 }
             }
-            const auto sums = reduce({s[0] + s[1], size}, reader);
-            of.mean = sums.a / Acc(n_cols);
-            scale = scale_of(sums.b / Acc(n_cols));
+            of.mean = reduce({s[0] + s[1], Acc(0)}, reader).a * inverse_n;
         }
-        Acc s = 0, q[2] = {};
+        Acc s[2] = {}, q[2] = {};
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-            Acc a[kVec];
-            t[0].v[v].again().unpack(a);
+            const int left = cols - G::first_col() - v * G::kStep;
+            if (kRms || !G::kAligned || left > 0) {  // past the row's end 0 - mean would count
+                Acc a[kVec];
+                t[0].v[v].again().unpack(a);
 #pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                if constexpr (!kRms) {
-                    const bool within = G::first_col() + v * G::kStep + (G::kAligned ? 0 : i) < cols;
-                    a[i] = within ? (a[i] - of.mean) * scale : Acc(0);
+                for (int i = 0; i < kVec; ++i) {
+                    if constexpr (!kRms) {
+                        a[i] = G::kAligned || i < left ? a[i] - of.mean : Acc(0);
+                        s[i % 2] += a[i];
+                    }
+                    q[i % 2] += a[i] * a[i];
                 }
-                s += kRms ? a[i] * kSmall<Acc> * (a[i] * kSmall<Acc>) : a[i];
-                q[i % 2] += a[i] * a[i];
             }
         }
-        const auto all = reduce({s, q[0] + q[1]}, reader);
-        of.rest = kRms ? Acc(0) : all.a / Acc(n_cols) / scale;
-        of.rstd = inverse_root<kRms>(all.a, all.b, Acc(n_cols), scale, eps);
+        const auto all = reduce({s[0] + s[1], q[0] + q[1]}, reader);
+        if (!of.template finish<kRms>(all.a, all.b, inverse_n, eps)) {
+            of = of_huge<kRms, (kTeam >= 32)>(cols, eps, [&](int64_t c) {
+                Acc a = tk::to_acc(x[rows.template offset<1>(r) + c]);
+                if constexpr (kAdd) {
+                    a = tk::to_acc(tk::from_acc<T>(a + tk::to_acc(residual[rows.template offset<2>(r) + c])));
+                }
+                return a * kSmall<Acc>;
+            });
+        }
 
         if (stats && cols && G::rank() == 0 && G::part() == 0) {
             of.template save<kRms>(stats, r, n_rows);
         }
         const row::Writer<G> out{y + at, cols};
         out.write([&](int v) {
-            Acc a[kVec], w[kVec], b[kVec];
+            Acc a[kVec];
             t[0].v[v].template again<1>().unpack(a);
-            parameters<G::kAligned>(weight, G::first_col() + v * G::kStep, cols, shift, Acc(1), w);
-            parameters<G::kAligned>(bias, G::first_col() + v * G::kStep, cols, Acc(0), Acc(0), b);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = of.normal(a[i]) * w[i] + b[i];
+                a[i] = of.normal(a[i]);
             }
+            w.scale(a, v, cols);
+            b.add(a, v, cols);
             return tk::Vec<T, kVec>::pack(a);
         });
     }
@@ -253,7 +340,7 @@ TK_DEVICE void save_sums(Acc (&sum)[G::kVecs][G::kVec], Acc* partial, int n_cols
 }
 
 // Rows are dealt out in turn, never drawn (counter is null): so a block's sums are of the same rows every time.
-template <class T, class W, bool kRms, bool kDw, bool kDb, int kTeam, int kTeams, int kCluster, int kVecs,
+template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, int kTeam, int kTeams, int kCluster, int kVecs,
           int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 bwd(T* dx,                               // (n_rows, n_cols)
@@ -265,7 +352,7 @@ bwd(T* dx,                               // (n_rows, n_cols)
     const tk::accumulator_t<T>* stats,   // (3 or 1, n_rows)
     const W* weight,                     // (n_cols,), or null
     row::Rows<kDims, 3> rows, int64_t n_rows, int n_cols, int64_t dy_extent, int64_t h_extent, int stages,
-    int slot_bytes, uint64_t* counter, tk::accumulator_t<T> shift)
+    int slot_bytes, uint64_t* counter)
 {
     using G = row::Geometry<T, T, 2, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
@@ -277,6 +364,8 @@ bwd(T* dx,                               // (n_rows, n_cols)
     row::Reducer<G, Op> reduce{shared};
     Acc dw[kVecs][kVec] = {}, db[kVecs][kVec] = {};
     reader.begin();
+    const Along<G, kWeight, held<G>(sizeof(W)), W> w{weight, n_cols};
+    const Acc inverse_n = Acc(1) / Acc(n_cols);
     for (; reader.more(); reader.next()) {
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
@@ -290,10 +379,9 @@ bwd(T* dx,                               // (n_rows, n_cols)
         Acc s = 0, p = 0;
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-            Acc g[kVec], a[kVec], w[kVec];
+            Acc g[kVec], a[kVec];
             t[0].v[v].unpack(g);  // 0 past the row's end, and so is all it adds
             t[1].v[v].unpack(a);
-            parameters<G::kAligned>(weight, G::first_col() + v * G::kStep, cols, shift, Acc(1), w);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
                 a[i] = of.normal(a[i]);
@@ -303,27 +391,30 @@ bwd(T* dx,                               // (n_rows, n_cols)
                 if constexpr (kDb) {
                     db[v][i] += g[i];
                 }
-                g[i] *= w[i];
+            }
+            w.scale(g, v, cols);
+#pragma unroll
+            for (int i = 0; i < kVec; ++i) {
                 s += g[i];
                 p += g[i] * a[i];
             }
         }
         const auto all = reduce({s, p}, reader);
-        const Acc mean_g = kRms ? Acc(0) : all.a / Acc(n_cols), mean_p = all.b / Acc(n_cols);
+        const Acc mean_g = kRms ? Acc(0) : all.a * inverse_n, mean_p = all.b * inverse_n;
 
         const int64_t at = cols ? rows.template offset<0>(r) : 0;
         const row::Writer<G> out{dx + at, cols};
         out.write([&](int v) {
-            const int col = G::first_col() + v * G::kStep;
-            Acc g[kVec], a[kVec], w[kVec];
+            Acc g[kVec], a[kVec];
             t[0].v[v].again().unpack(g);
             t[1].v[v].again().unpack(a);
-            parameters<G::kAligned>(weight, col, cols, shift, Acc(1), w);
+            w.scale(g, v, cols);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                g[i] = of.rstd * ((g[i] * w[i] - mean_g) - of.normal(a[i]) * mean_p);
+                g[i] = of.rstd * ((g[i] - mean_g) - of.normal(a[i]) * mean_p);
             }
             if (dh) {
+                const int col = G::first_col() + v * G::kStep;
                 const auto zero = tk::Vec<T, kVec>::filled(Acc(0));
                 const char* more = reinterpret_cast<const char*>(dh + at + col);
                 row::load_vec<G, false, false, !G::kPairs>(more, cols - col, zero).unpack(a);
@@ -399,7 +490,7 @@ total(W* dw,                  // (n_cols,); kDw only
 
 constexpr int kThreads = 512;
 
-template <class T, class W, class B, bool kRms, bool kAdd, int kVec, int kDims>
+template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, int kVec, int kDims>
 __global__ void __launch_bounds__(kThreads, 1)
 fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
          T* h,                         // (n_rows, n_cells, kVec); kAdd only
@@ -408,8 +499,8 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
          const T* residual,            // (n_rows, n_cells, kVec); kAdd only
          const W* weight,              // (n_cells, kVec), or null
          const B* bias,                // (n_cells, kVec), or null
-         row::Rows<kDims, kAdd ? 3 : 2> rows, int64_t n_rows, int64_t n_cells, tk::accumulator_t<T> eps,
-         tk::accumulator_t<T> shift)
+         row::Rows<kDims, kAdd ? 3 : 2> rows, int64_t n_rows, int64_t n_cells,
+         tk::accumulator_t<T> eps)
 {
     using G = row::AnyGeometry<kThreads, T, T>;
     using Acc = tk::accumulator_t<T>;
@@ -437,21 +528,17 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
             from = h + at;
         }
         Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
-        Acc scale = 1;
         if constexpr (!kRms) {
-            Acc s = 0, size = 0;
+            Acc s = 0;
             row::for_cells<kVec, kThreads>(from, 0, n_cells, kVec, [&](int64_t, const Vec& v) {
                 Acc a[kVec];
                 v.unpack(a);
 #pragma unroll
                 for (int i = 0; i < kVec; ++i) {
                     s += a[i];
-                    size += tk::abs(a[i]);
                 }
             });
-            const auto sums = reduce({s, size}, row::NoReader{});
-            of.mean = sums.a / n;
-            scale = scale_of(sums.b / n);
+            of.mean = reduce({s, Acc(0)}, row::NoReader{}).a / n;
         }
         Acc s = 0, q = 0;
         row::for_cells<kVec, kThreads>(from, 0, n_cells, kVec, [&](int64_t, const Vec& v) {
@@ -459,32 +546,38 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
             v.unpack(a);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = kRms ? a[i] : (a[i] - of.mean) * scale;
-                s += kRms ? a[i] * kSmall<Acc> * (a[i] * kSmall<Acc>) : a[i];
+                a[i] = kRms ? a[i] : a[i] - of.mean;
+                s += a[i];
                 q += a[i] * a[i];
             }
         });
         const auto all = reduce({s, q}, row::NoReader{});
-        of.rest = kRms ? Acc(0) : all.a / n / scale;
-        of.rstd = inverse_root<kRms>(all.a, all.b, n, scale, eps);
+        if (!of.template finish<kRms>(all.a, all.b, Acc(1) / n, eps)) {
+            // Of h what all of the block's threads wrote, before the reductions.
+            of = of_huge<kRms, true>(n_cells * kVec, eps, [&](int64_t c) { return tk::to_acc(from[c]) * kSmall<Acc>; });
+        }
         if (stats && threadIdx.x == 0) {
             of.template save<kRms>(stats, r, n_rows);
         }
         row::for_cells<kVec, kThreads>(from, 0, n_cells, kVec, [&](int64_t c, const Vec& v) {
             Acc a[kVec], w[kVec], b[kVec];
             v.unpack(a);
-            parameters<true>(weight, c * kVec, n_cells * kVec, shift, Acc(1), w);
-            parameters<true>(bias, c * kVec, n_cells * kVec, Acc(0), Acc(0), b);
+            if constexpr (kWeight != kAbsent) {
+                parameters<kWeight, true>(weight, c * kVec, n_cells * kVec, w);
+            }
+            if constexpr (kBias) {
+                parameters<kPlain, true>(bias, c * kVec, n_cells * kVec, b);
+            }
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = of.normal(a[i]) * w[i] + b[i];
+                a[i] = of.normal(a[i]) * (kWeight != kAbsent ? w[i] : Acc(1)) + (kBias ? b[i] : Acc(0));
             }
             tk::store_global<Vec::kBytes>(y + at + c * kVec, Vec::pack(a).raw);
         });
     }
 }
 
-template <class T, class W, bool kRms, int kVec, int kDims>
+template <class T, class W, int kWeight, bool kRms, int kVec, int kDims>
 __global__ void __launch_bounds__(kThreads, 1)
 bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
          const T* dy,                        // (n_rows, n_cells, kVec)
@@ -492,7 +585,7 @@ bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
          const T* dh,                        // (n_rows, n_cells, kVec), or null
          const tk::accumulator_t<T>* stats,  // (3 or 1, n_rows)
          const W* weight,                    // (n_cells, kVec), or null
-         row::Rows<kDims, 3> rows, int64_t n_rows, int64_t n_cells, tk::accumulator_t<T> shift)
+         row::Rows<kDims, 3> rows, int64_t n_rows, int64_t n_cells)
 {
     using G = row::AnyGeometry<kThreads, T, T>;
     using Acc = tk::accumulator_t<T>;
@@ -509,10 +602,12 @@ bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
             Acc w[kVec];
             v.unpack(g);
             u.unpack(a);
-            parameters<true>(weight, c * kVec, n_cells * kVec, shift, Acc(1), w);
+            if constexpr (kWeight != kAbsent) {
+                parameters<kWeight, true>(weight, c * kVec, n_cells * kVec, w);
+            }
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                g[i] *= w[i];
+                g[i] *= kWeight != kAbsent ? w[i] : Acc(1);
                 a[i] = of.normal(a[i]);
             }
         };

@@ -51,6 +51,8 @@ TK_DEVICE double abs(double v) { return ::fabs(v); }
 // Correctly rounded.
 TK_DEVICE float sqrt(float v) { return ::sqrtf(v); }
 TK_DEVICE double sqrt(double v) { return ::sqrt(v); }
+TK_DEVICE float inverse_sqrt(float v) { return ::rsqrtf(v); }  // within 2 units in the last place
+TK_DEVICE double inverse_sqrt(double v) { return 1.0 / ::sqrt(v); }
 
 // Natural logarithm, within 2 ulp.
 TK_DEVICE float log(float v) { return ::logf(v); }

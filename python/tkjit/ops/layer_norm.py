@@ -112,12 +112,12 @@ def _backward_kernel(layout: Layout, device: Device) -> RowKernel | None:
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def _number(value: float, dtype: str) -> Any:
-    return f64(value) if dtype == "float64" else f32(value)
+ABSENT, PLAIN, PLUS_ONE = range(3)  # layer_norm::Counts
 
 
-def _types(spec: Spec, weight: Spec | None) -> dict[str, Any]:
-    return dict(T=spec.dtype, W=weight.dtype if weight else spec.dtype)
+def _types(spec: Spec, weight: Spec | None, zero: bool) -> dict[str, Any]:
+    counts = ABSENT if weight is None else PLUS_ONE if zero else PLAIN
+    return dict(T=spec.dtype, W=weight.dtype if weight else spec.dtype, kWeight=counts)
 
 
 def _dense(spec: Spec, copies: list[Launch]) -> Scratch:
@@ -192,8 +192,10 @@ def _forward(
     parameters = [_whole(t, launches) for t in (weight, bias)]
     layout = Layout.of((_as_rows(y, dims, launches)[1], *(rows for _, rows in inputs)), -1)
     tensors = (y, h, stats, inputs[0][0], inputs[1][0] if h else None, *parameters)
-    more = (_number(eps, x.dtype), _number(float(zero), x.dtype))
-    types = dict(**_types(x, weight), B=bias.dtype if bias else x.dtype, kRms=rms, kAdd=h is not None)
+    more = (f64(eps) if x.dtype == "float64" else f32(eps),)
+    types = dict(
+        **_types(x, weight, zero), B=bias.dtype if bias else x.dtype, kBias=bias is not None, kRms=rms, kAdd=h is not None
+    )
     row = _forward_kernel(layout, device_of(x))
     if row is not None:
         dims_, _ = rows_struct(layout.rows, len(layout.tensors))
@@ -241,7 +243,6 @@ def _backward(
     (dy_given, dy_rows), (h_given, h_rows) = (_as_rows(t, dims, launches) for t in (dy, h))
     layout = Layout.of((_as_rows(dx, dims, launches)[1], dy_rows, h_rows), -1)
     given: tuple[Any, ...] = (dy_given, h_given, _whole(dh, launches), stats, _whole(weight, launches))
-    shift = _number(float(zero), h.dtype)
     sums: dict[str, Any] = dict(kDw=dw is not None, kDb=db is not None)
     size = ITEMSIZE[acc_of(h.dtype)]
     n_dims, fields = rows_struct(layout.rows, 3)
@@ -257,13 +258,13 @@ def _backward(
         blocks = c.live_blocks(device) if row.ring is None else row.ring.blocks
         count = min(ceil_div(layout.n_rows, c.teams), max(blocks // c.cluster, 1)) * groups
         partial = partials(count)
-        kernel = template("layer_norm").kernel("bwd", **_types(h, weight), kRms=rms, **sums, **row.params(n_dims))
-        launches.append(row.launch(kernel, layout, 2 * size, (dx, *partial, *given), (shift,), blocks=blocks))
+        kernel = template("layer_norm").kernel("bwd", **_types(h, weight, zero), kRms=rms, **sums, **row.params(n_dims))
+        launches.append(row.launch(kernel, layout, 2 * size, (dx, *partial, *given), blocks=blocks))
     else:
         cells, params, launch = _wide_params(layout)
         sizes = (struct(*fields), i64(layout.n_rows), i64(cells))
-        kernel = template("layer_norm").kernel("bwd_wide", **_types(h, weight), kRms=rms, **params)
-        launches.append(kernel.launch(**launch, args=(dx, *given, *sizes, shift)))
+        kernel = template("layer_norm").kernel("bwd_wide", **_types(h, weight, zero), kRms=rms, **params)
+        launches.append(kernel.launch(**launch, args=(dx, *given, *sizes)))
         across = ceil_div(cells, THREADS)
         # Four blocks a multiprocessor: not measured.
         count = min(max(4 * device.sms // across, 1), layout.n_rows, 65535)
@@ -290,7 +291,8 @@ def _require_alike(dy: Spec | Tensor, h: Spec | Tensor) -> None:
 def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every kernel and its template arguments that the planners can ask for, with these counts of outer dims.
 
-    Of the parameters' dtypes the input's and float32; of the sums over rows both or neither.
+    Of the parameters' dtypes the input's and float32, of which a layer norm has both and an rms norm the weight, zero-centred
+    or not; of the sums over rows both or neither.
     """
     lengths = [*range(1, 2048), *range(2048, 16 * THREADS * 64 + 1, 512)]
     for dtype in DTYPES:
@@ -298,8 +300,9 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
         rings = [None, RingConfig(1, 0, 0, False)] if device.bulk_copy and size < 8 else [None]
         for parameter in dict.fromkeys((dtype, "float32")):
             for rms, flag, d in ((rms, flag, d) for rms in (False, True) for flag in (False, True) for d in dims):
-                forward: dict[str, Any] = dict(T=dtype, W=parameter, B=parameter, kRms=rms, kAdd=flag)
-                backward: dict[str, Any] = dict(T=dtype, W=parameter, kRms=rms)
+                types = dict(T=dtype, W=parameter, kWeight=PLUS_ONE if flag and rms else PLAIN)
+                forward: dict[str, Any] = dict(**types, B=parameter, kBias=not rms, kRms=rms, kAdd=flag)
+                backward: dict[str, Any] = dict(**types, kRms=rms)
                 sums = dict(kDw=flag, kDb=flag)
                 for aligned in (False, True):
                     streams = 2 if flag else 1
