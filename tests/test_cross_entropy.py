@@ -132,7 +132,13 @@ def test_rows_through_rings_and_of_clusters(dtype: torch.dtype, few_multiprocess
     with emulating("sm_90a"):
         for rows, n in ((7, 1000), (40, 4096), (3, 33024), (2, 40001)):
             x = logits((rows, n), dtype, "cpu")
-            judged(x, classes(x))
+            target = classes(x)
+            target[1] = -100
+            judged(x, target)
+            judged(x, target, reduction="sum")
+            with_gradient = tkjit.cross_entropy(x.clone().requires_grad_(), target)
+            assert torch.equal(tkjit.cross_entropy(x, target), with_gradient.detach())
+            assert tkjit.cross_entropy(x, target.fill_(-100)).isnan()
         judged(x, classes(x), label_smoothing=0.1, z_loss=1e-3)
 
 

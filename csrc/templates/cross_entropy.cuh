@@ -164,20 +164,52 @@ TK_DEVICE int own_columns(int left)
     return n;
 }
 
+constexpr int kValuesAhead = 8;  // in flight: a block that sums has little else to wait for
+
+// This thread's share of the sum of value(i) over [lo, hi), one in kThreads, in their order.
+template <class A, int kThreads, class F>
+TK_DEVICE A share_of_sum(int64_t lo, int64_t hi, F value)
+{
+    A s = 0;
+    for (int64_t first = lo + threadIdx.x; first < hi; first += kThreads * kValuesAhead) {
+#pragma unroll
+        for (int k = 0; k < kValuesAhead; ++k) {
+            const int64_t i = first + k * kThreads;
+            s += i < hi ? value(i) : A(0);
+        }
+    }
+    return s;
+}
+
+// Of the whole block.
+template <class A, int kThreads, class F>
+TK_DEVICE A sum_by_block(int64_t lo, int64_t hi, F value)
+{
+    using G = row::AnyGeometry<kThreads, A, A>;
+    row::Reducer<G, row::Sum<A>> reduce{tk::shared<row::Shared<G, typename row::Sum<A>::Value>>()};
+    return reduce({share_of_sum<A, kThreads>(lo, hi, value)}, row::NoReader{}).s;
+}
+
 // ---- rows with unit stride, held in registers ----------------------------------------------------------------------
 //
 // kSmooth: the host guarantees that there are no weights, whose loads would take the registers that a row needs.
 //
+// kWhole: the kernel sums the losses too, and finds what divides them, so that nothing has to run before and after it. The rows
+// that count are counted by each block, while its first row comes. The last block to finish sums the losses in their order:
+// `counter`, of which the blocks draw their rows, counts in its upper half those that finished, after which no draw counts. The
+// host guarantees a counter, no weights, and few rows.
+//
 // Template: row::Geometry's numbers; kDims outer dims. Launch and x_extent, stages, slot_bytes, counter as softmax::fwd.
 
-template <class T, class L, bool kGrad, bool kSmooth, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs,
+template <class T, class L, class S, bool kWhole, bool kGrad, bool kSmooth, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs,
           bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(T* dx,                     // (n_rows, n_cols); kGrad
     const T* x,                // (n_rows, n_cols)
     const int64_t* target,     // (n_rows,)
-    const Acc<T>* total,       // (1,): what divides the losses; null: 1
+    Acc<T>* total,             // (1,): what divides the losses, kWhole: is written; null: 1
     L* loss,                   // (n_rows,)
+    S* sum,                    // (1,); kWhole
     Results<Acc<T>> results, Terms<Acc<T>> terms, row::Rows<kDims, 3> rows, int64_t n_rows, int n_cols,
     int64_t x_extent, int stages, int slot_bytes, uint64_t* counter)
 {
@@ -192,22 +224,42 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
     row::Reader<G, kDims, 3, Value> reader{shared, in, rows};
     row::Reducer<G, Op> reduce{shared};
     reader.begin();
-    const A g = kGrad && total ? A(1) / get(total) : A(1);
-    for (; reader.more(); reader.next()) {
-        // Asked for first, so that it is under way while the row comes.
-        int y = int(kIgnored);
-        A u = 0;
-        if (const int64_t r = reader.current(); r < n_rows) {
-            y = int(terms.class_of(get(target + rows.template offset<2>(r))));
-            if (y >= 0) {
-                u = tk::to_acc(get(x + rows.template offset<1>(r) + y));
+    A divisor = 1;
+    if (total) {
+        if constexpr (kWhole) {
+            Value counted = Op::identity();
+            counted.m = 0;
+            counted.s = share_of_sum<A, kTeam>(0, n_rows, [&](int64_t r) {
+                return terms.class_of(get(target + rows.template offset<2>(r))) >= 0 ? A(1) : A(0);
+            });
+            if (G::kCluster > 1 && G::part() != 0) {
+                counted.s = 0;
             }
+            divisor = reduce(counted, row::NoReader{}).s;
+        } else if (kGrad) {
+            divisor = get(total);
         }
+    }
+    const A g = A(1) / divisor;
+    // Classes are asked for two rows ahead and their logits one, so that no row waits for them.
+    auto target_of = [&](int64_t r) { return r < n_rows ? get(target + rows.template offset<2>(r)) : terms.ignore; };
+    auto logit_of = [&](int64_t r, int y) { return y >= 0 ? get(x + rows.template offset<1>(r) + y) : T{}; };
+    int y = int(terms.class_of(target_of(reader.current())));
+    T logit = logit_of(reader.current(), y);
+    int64_t ahead = target_of(reader.template current<1>());
+    auto look_ahead = [&] {
+        y = int(terms.class_of(ahead));
+        logit = logit_of(reader.template current<1>(), y);
+        ahead = target_of(reader.template current<2>());
+    };
+    for (; reader.more(); reader.next()) {
         row::Tile<G> t[1];
         reader.load(t, -tk::limits<A>::inf());
 
-        // Relative to the thread's own maximum: one exp an element, and one reduction instead of two.
-        const A m = row::maximum<G>(t[0]);
+        // Relative to the thread's own maximum: one exp an element, and one reduction instead of two. The class's logit is one of
+        // the row's; taken into account before the reduction, it has been read before dx, which may be x, is written.
+        const A u = y >= 0 ? tk::to_acc(logit) : -tk::limits<A>::inf();
+        const A m = tk::fmax(row::maximum<G>(t[0]), u);
         const A shift = row::shift_of(m);
         A e[kVecs][kVec];
         A s[2] = {}, d = 0;
@@ -237,7 +289,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
         }
         const Value all = reduce(mine, reader);
 
-        const int64_t r = reader.current();  // again: kept from above, it would take registers that the row needs
+        const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
         const A log_s = tk::log(all.s);
         if (cols && G::part() == 0 && G::rank() == 0) {
@@ -261,6 +313,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
                 }
             }
             const int to_y = y < 0 ? -1 : y - G::first_col();
+            look_ahead();
             const row::Writer<G> out{dx + (cols ? rows.template offset<0>(r) : 0), cols};
             out.write([&](int v) {
                 A o[kVec];
@@ -274,9 +327,32 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
                 }
                 return tk::Vec<T, kVec>::pack(o);
             });
+        } else {
+            look_ahead();
         }
     }
     reader.end();
+    if constexpr (kWhole) {
+        auto& last = tk::shared<bool>();
+        tk::sync_block();  // all have read what the block's shared memory held, and the losses are written
+        if (threadIdx.x == 0) {
+            tk::fence_device();
+            last = tk::fetch_add(counter, uint64_t(1) << 32) >> 32 == gridDim.x - 1;
+        }
+        tk::sync_block();
+        const bool mine = last;
+        tk::sync_block();  // all know
+        if (mine) {
+            tk::fence_device();
+            const A s = sum_by_block<A, kTeam>(0, n_rows, [&](int64_t r) { return tk::to_acc(get(loss + r)); });
+            if (threadIdx.x == 0) {
+                put(sum, tk::from_acc<S>(s / divisor));
+                if (total) {
+                    put(total, divisor);
+                }
+            }
+        }
+    }
 }
 
 // ---- any strides, any length ----------------------------------------------------------------------------------------
@@ -456,25 +532,6 @@ bwd(T* dx,                  // (n_rows, n_cells, kVec)
 //
 // A block of 256 threads for each `chunk` of rows, in a fixed order: no atomics.
 
-constexpr int kValuesAhead = 8;  // in flight: one block has little else to wait for
-
-template <class A, class F>
-TK_DEVICE A sum_of_chunk(int64_t n, int64_t chunk, F value)
-{
-    using G = row::AnyGeometry<kThreads, A, A>;
-    row::Reducer<G, row::Sum<A>> reduce{tk::shared<row::Shared<G, typename row::Sum<A>::Value>>()};
-    const int64_t lo = blockIdx.x * chunk, hi = tk::min(lo + chunk, n);
-    A s = 0;
-    for (int64_t first = lo + threadIdx.x; first < hi; first += kThreads * kValuesAhead) {
-#pragma unroll
-        for (int k = 0; k < kValuesAhead; ++k) {
-            const int64_t i = first + k * kThreads;
-            s += i < hi ? value(i) : A(0);
-        }
-    }
-    return reduce({s}, row::NoReader{}).s;
-}
-
 // The weights of the rows that count: what a mean is divided by.
 template <class A, int kDims>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -482,7 +539,8 @@ count(A* sums,                // (n_chunks,)
       const int64_t* target,  // (n_rows,)
       Terms<A> terms, row::Rows<kDims, 3> rows, int64_t n_rows, int64_t chunk)
 {
-    const A s = sum_of_chunk<A>(n_rows, chunk, [&](int64_t r) {
+    const int64_t lo = blockIdx.x * chunk;
+    const A s = sum_by_block<A, kThreads>(lo, tk::min(lo + chunk, n_rows), [&](int64_t r) {
         const int64_t y = terms.class_of(get(target + rows.template offset<2>(r)));
         return y >= 0 ? terms.weight_of(y) : A(0);
     });
@@ -498,7 +556,8 @@ fold(Out* sums,       // (n_chunks,)
      const A* total,  // (1,): divides the sum; null: 1
      int64_t n, int64_t chunk)
 {
-    const A s = sum_of_chunk<A>(n, chunk, [&](int64_t i) { return get(values + i); });
+    const int64_t lo = blockIdx.x * chunk;
+    const A s = sum_by_block<A, kThreads>(lo, tk::min(lo + chunk, n), [&](int64_t i) { return get(values + i); });
     if (threadIdx.x == 0) {
         put(sums + blockIdx.x, tk::from_acc<Out>(total ? s / get(total) : s));
     }

@@ -329,7 +329,7 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     return (index, tuple(outputs), tuple(buffers), tuple(steps))
 
 
-_MOST_VARIABLES = 48 << 10  # ptxas takes no more, whatever a block has
+_MOST_VARIABLES = 48 << 10  # before sm_90 ptxas 13.0 takes no more, whatever a block has
 
 
 def compiled_for(device: Device, instance: Instance, smem: int) -> _core.Kernel:
@@ -340,10 +340,10 @@ def compiled_for(device: Device, instance: Instance, smem: int) -> _core.Kernel:
         raise LaunchError(
             f"{instance.expression} wants {smem + variables} bytes of shared memory, a block of this GPU has {device.smem_block}"
         )
-    if variables > _MOST_VARIABLES:
+    if variables > _MOST_VARIABLES and device.cc < (9, 0):
         raise LaunchError(
             f"{instance.expression} has {variables} bytes of __shared__ variables; more than {_MOST_VARIABLES} have to be dynamic "
-            "shared memory"
+            f"shared memory on {device.arch}"
         )
     return kernel
 

@@ -338,6 +338,11 @@ class RowKernel:
             return None
         return cls(cfg, RingConfig.pick(cfg, layout, len(inputs), device, aligned))
 
+    @property
+    def draws(self) -> bool:
+        """Whether blocks draw their rows: row::Geometry's kDraws, and a counter."""
+        return self.ring is not None and self.ring.draws and self.cfg.teams == 1 and self.cfg.threads > 32
+
     def params(self, dims: int) -> dict[str, Any]:
         """The template arguments that every kernel on the skeleton ends with."""
         c = self.cfg

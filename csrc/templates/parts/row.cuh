@@ -364,8 +364,9 @@ struct Reader {
         return copy_span<G>(to, begin, end, lo, hi, shared.full[warp()][stage]);
     }
 
-    // The team's row.
-    TK_DEVICE int64_t current() const { return tile(row) * G::kTeams + G::team(); }
+    // The team's row, the next one, and, from the row's reduction on, the one after.
+    template <int kLater = 0>
+    TK_DEVICE int64_t current() const { return tile(row + kLater) * G::kTeams + G::team(); }
 
     // Brings the team's row into t, one Tile a stream; columns past the row's end become `fill`.
     TK_DEVICE void load(Tile<G> (&t)[G::kStreams], typename Tile<G>::Acc fill)

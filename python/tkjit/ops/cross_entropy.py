@@ -142,12 +142,14 @@ class _Loss:
                 raise RuntimeError(f"cross_entropy: weights must be contiguous {self.acc}, one a class")
 
 
-def _row_launch(c: _Loss, layout: Layout, rows: Layout, k: RowKernel, dx, total, loss, results) -> Any:
+def _row_launch(c: _Loss, layout: Layout, rows: Layout, k: RowKernel, dx, total, loss, out, results) -> Any:
+    """out: the sum of the losses, if the kernel is to find it and what divides it, total."""
     dims, _ = rows_struct(rows.rows, 3)
     kernel = template("cross_entropy").kernel(
-        "fwd", T=c.x.dtype, L=_type(loss, c), kGrad=dx is not None, kSmooth=c.smoothing > 0, **k.params(dims)
-    )
-    tensors = (dx, c.x, c.target, total, loss, results, c.terms())
+        "fwd", T=c.x.dtype, L=_type(loss, c), S=out.dtype if out else c.acc, kWhole=out is not None, kGrad=dx is not None,
+        kSmooth=c.smoothing > 0, **k.params(dims),
+    )  # fmt: skip
+    tensors = (dx, c.x, c.target, total, loss, out, results, c.terms())
     return k.launch(kernel, layout, c.value_bytes, tensors, rows=rows)
 
 
@@ -254,6 +256,12 @@ def _row_kernel(c: _Loss, layout: Layout, device: Device) -> RowKernel | None:
     return k if k is None or k.cfg.cluster == 1 or c.value_bytes <= 16 else None
 
 
+def _sums_itself(c: _Loss, layout: Layout, k: RowKernel) -> bool:
+    """Whether fwd sums the losses and counts the rows: where its blocks draw their rows, and without weights, which each block
+    would have to gather."""
+    return k.draws and c.weight is None and layout.n_rows <= CHUNK
+
+
 def _holds_gradient(dtype: str, smooth: bool, k: RowKernel) -> bool:
     """Whether fwd may write the gradient of such rows: with smoothing, only where that leaves it the registers.
 
@@ -299,23 +307,26 @@ def _forward(
     ]
     device = device_of(x)
     rows = Layout.of((dx or x, x, c.by_row(target)), c.dim)
+    k = _row_kernel(c, layout, device) if layout.n_rows else None
+    whole = k is not None and reduction != NONE and _sums_itself(c, layout, k)
     divisor: Any = None
     launches: list[Any] = []
     if reduction == MEAN:
         divisor = total if stats is not None else scratch(8)
-        launches += _count_launches(c, rows, divisor)
+        if not whole:
+            launches += _count_launches(c, rows, divisor)
     loss: Any = out if reduction == NONE else scratch(max(layout.n_rows, 1) * (8 if c.acc == "float64" else 4))
     if layout.n_rows:
         results = struct(lse, stats, i64(layout.n_rows))
-        k = _row_kernel(c, layout, device)
         written = k is not None and _holds_gradient(x.dtype, smoothing > 0, k)
         if k is not None:
-            launches.append(_row_launch(c, layout, rows, k, dx if written else None, divisor, loss, results))
+            gradient, total_loss = dx if written else None, out if whole else None
+            launches.append(_row_launch(c, layout, rows, k, gradient, divisor, loss, total_loss, results))
         else:
             launches += _scan_launches(c, layout, rows, loss, results)
         if dx is not None and not written and x.numel:
             launches.append(_gradient_launch(c, dx, None, None, stats, divisor, device))
-    if reduction != NONE:
+    if reduction != NONE and not whole:
         launches += _fold_launches(c, loss, layout.n_rows, out, out.dtype, divisor)
     return plan(outputs, *launches)
 
@@ -364,7 +375,9 @@ def all_kernels(device: Device, dims: int = 1) -> Iterator[tuple[str, dict[str, 
                             continue
                         k = RowKernel(cfg, RingConfig(1, 0, 0, False) if ringed else None)
                         for grad in (False, True) if _holds_gradient(dtype, smooth, k) else (False,):
-                            yield "fwd", dict(T=dtype, L=acc, kGrad=grad, kSmooth=smooth, **k.params(dims))
+                            whole = ringed and cfg.teams == 1
+                            kind = dict(T=dtype, L=acc, S=dtype, kWhole=whole, kGrad=grad, kSmooth=smooth)
+                            yield "fwd", dict(**kind, **k.params(dims))
         for smooth in flags:
             for cap in flags:
                 kind = dict(kSmooth=smooth, kCap=cap)

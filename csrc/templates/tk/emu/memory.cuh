@@ -41,6 +41,7 @@ TK_DEVICE void store_global(void* p, const Words<kBytes>& v)
 }
 
 TK_DEVICE uint64_t fetch_add(uint64_t* p, uint64_t v) { return atomicAdd(p, v); }
+TK_DEVICE void fence_device() {}
 
 template <int kNumber>
 TK_DEVICE uint32_t opaque_zero() { return 0; }

@@ -87,6 +87,9 @@ TK_DEVICE Words<kBytes> load_shared(const void* p)
 // Adds to a place of global memory that other blocks add to as well, and returns what it held before. Orders nothing else.
 TK_DEVICE uint64_t fetch_add(uint64_t* p, uint64_t v) { return atomicAdd(p, v); }
 
+// What the thread wrote to global memory before is there for whoever sees what it writes after, and calls this between.
+TK_DEVICE void fence_device() { __threadfence(); }
+
 // 0, which the compiler can't know; number 0 and number 1 are two that it can't know to be equal. The launch's grid is
 // one-dimensional.
 template <int kNumber>
