@@ -272,7 +272,7 @@ class Config:
         # block's span is two rounds of loads at least.
         blocks, round_ = ceil_div(cells, THREADS // team), team * unroll
         spans = min(ceil_div(BLOCKS, blocks), max(n // (2 * round_), 1), most_spans)
-        span = ceil_div(ceil_div(n, spans), round_) * round_
+        span = max(ceil_div(ceil_div(n, spans), round_), 1) * round_
         return cls(vec, along, inner, team, unroll, span, max(ceil_div(n, span), 1))
 
 

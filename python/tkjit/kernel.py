@@ -308,7 +308,7 @@ class Reduction:
         if compiling():
             return self._library(*args, dims, keepdim)
         try:
-            return self._call(*args, dims, bool(keepdim))
+            return self._outputs(self._call(*args, dims, bool(keepdim)))
         except NotImplementedError:  # a dtype without kernels
             if self.composite is None:
                 raise
@@ -335,8 +335,12 @@ class Reduction:
         tensors = [arg for arg in given if isinstance(arg, Tensor)]
         numbers = [arg for arg in given if not isinstance(arg, Tensor)]
         kinds = "".join("t" if isinstance(arg, Tensor) else "n" for arg in given)
-        found = _reduction_op(self.key, kinds, tensors, numbers, dims, keepdim)
-        return found[0] if len(self.text.outputs) == 1 else tuple(found[: len(self.text.outputs)])
+        return self._outputs(_reduction_op(self.key, kinds, tensors, numbers, dims, keepdim))
+
+    def _outputs(self, found: Any) -> Any:
+        """Without the accumulators that are kept."""
+        n = len(self.text.outputs)
+        return found if isinstance(found, Tensor) else found[0] if n == 1 else tuple(found[:n])
 
     @property
     def names(self) -> list[str]:
@@ -361,7 +365,7 @@ class Reduction:
 
         likes: shape and dtype of each argument.
         """
-        grads, more = grads[: len(self.text.outputs)], grads[len(self.text.outputs) :]
+        grads = grads[: len(self.text.outputs)]
         again = torch.is_grad_enabled()
         shape = torch.broadcast_shapes(*(like[0] for like in likes if like))
         gone = _reduction.reduced_dims(dims, len(shape))
@@ -370,15 +374,18 @@ class Reduction:
             return self._through_composite(grads, args, gone, column, needs)
         if self.grad is None:
             raise RuntimeError(f"{self.text.name}: it has no gradient; give reduction() a grad=")
-        if any(g is not None for g in more) or (again and self.kept_text.kept):
-            raise RuntimeError(f"{self.text.name}: a grad= that names accumulators has no second derivative without composite=")
-        some = next(g for g in grads if g is not None)
+        some = next((g for g in grads if g is not None), None)
+        if some is None:
+            return [None] * len(needs)
         values: dict[str, Any] = dict(zip(self.names, args))
         count = 1
         for d in gone:
             count = count * shape[d]
         values["count"] = count
-        values |= {name: out.reshape(column) for name, out in zip(self.names[len(args) :], outs) if out is not None}
+        for name, out in zip(self.names[len(args) :], outs):
+            if out is not None:
+                once = again and name in self.kept_text.kept
+                values[name] = _Once.apply(out.reshape(column), self.text.name) if once else out.reshape(column)
         for (_, name), g in zip(self.text.outputs, grads):
             values[f"d{name}"] = some.new_zeros(()) if g is None else g.reshape(column)
         if any(name == "index" for _, name in self.grad.text.inputs):
@@ -425,6 +432,19 @@ def _bits(dim: int | Sequence[int] | None, ndim: int) -> int:
     return found or (1 << max(ndim, 1)) - 1
 
 
+class _Once(torch.autograd.Function):
+    """An accumulator, which has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, accumulator, name):
+        ctx.name = name
+        return accumulator.view_as(accumulator)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(f"{ctx.name}: a grad= that names accumulators has no second derivative without composite=")
+
+
 class _Reduced(torch.autograd.Function):
     """Of one reduction: its class attribute ``op``."""
 
@@ -438,8 +458,8 @@ class _Reduced(torch.autograd.Function):
         outs = found if isinstance(found, tuple) else (found,)
         ctx.likes = _likes(args[:-2])
         ctx.save_for_backward(*op.saved(args[:-2], outs))
-        n = len(op.text.outputs)
-        return outs[0] if n == 1 else outs[:n]
+        ctx.set_materialize_grads(False)
+        return outs
 
     @staticmethod
     def backward(ctx, *grads):
@@ -628,7 +648,12 @@ def _gradient_op(
     ins = [(kinds.get(what, ""), what) for _, what in named.inputs if what not in {n for _, n in outs}]
     if unknown := [what for kind, what in ins if not kind]:
         raise ValueError(f"{maker}(): grad names {', '.join(unknown)}, which is no input, output or d + output")
-    return Elementwise(replace(named, inputs=tuple(ins), outputs=tuple(outs)), None)
+    # A letter that no input has: the output is converted to what it belongs to in any case.
+    letters = {kind for kind, _ in ins}
+    other = {kind for kind, _ in outs if _elementwise.is_letter(kind)} - letters if ins else set()
+    body = "".join(f"using {kind} = {_elementwise.value_of(ins[0][0])}; " for kind in sorted(other)) + named.body
+    outs = [(ins[0][0] if kind in other else kind, what) for kind, what in outs]
+    return Elementwise(replace(named, body=body, inputs=tuple(ins), outputs=tuple(outs)), None)
 
 
 def reduction(

@@ -140,14 +140,14 @@ struct Shared {
 };
 
 // Totals of a thread: an output's elements go to several, so that they don't wait for each other and round less.
-constexpr int ways(int vec, int bytes) { return vec > 1 && vec * bytes > 64 ? ways(vec / 2, bytes) : vec; }
+TK_DEVICE constexpr int ways(int vec, int bytes) { return vec > 1 && vec * bytes > 64 ? ways(vec / 2, bytes) : vec; }
 
 template <class Outs, class Ins, int kVec, bool kAlong, int kKept, int kReduced, class Index>
 using ArgumentsOf = Arguments<kCount<Outs> + kCount<Ins> - kNumbers<Ins>, kNumbers<Ins>, kKept, kReduced, kVec, kAlong, Index>;
 
 template <class Op, class Map, class Outs, class Ins, int kVec, bool kAlong, bool kDense, int kInner, int kTeam, int kUnroll,
           int kKept, int kReduced, unsigned kSplat, bool kPart, int kBytes, class Index>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
 run(const __grid_constant__ ArgumentsOf<Outs, Ins, kVec, kAlong, kKept, kReduced, Index> a)
 {
     using Arguments = ArgumentsOf<Outs, Ins, kVec, kAlong, kKept, kReduced, Index>;
