@@ -11,12 +11,15 @@ import re
 import struct as _struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._plan import Launch, Spec, i64, plan, u32, u64
 from ._plan import struct as by_value
 from ._rows import ceil_div, power_of_two
 from ._template import CTYPES, Template, without_comments
+
+if TYPE_CHECKING:
+    from . import _reduction
 
 THREADS = 256  # elementwise::kThreads
 
@@ -163,7 +166,9 @@ def words_of(text: str) -> list[str]:
     return _IDENTIFIER.findall(without_comments(text))
 
 
-def require_types(op: str, inputs: Sequence[tuple[str, str]], more: Sequence[tuple[str, str]], letters: set[str]) -> None:
+def require_types(
+    op: str, inputs: Sequence[tuple[str, str]], more: Sequence[tuple[str, str]], letters: set[str]
+) -> None:
     """Every type is known; those letters that are not an input's are among the given ones."""
     for kind, what in (*inputs, *more):
         if not is_letter(kind) and kind not in _NAMES:
@@ -399,7 +404,9 @@ Inputs = Sequence[tuple[str, str]]
 def element_types(inputs: Inputs, given: Sequence[Any], letters: dict[str, str]) -> list[str]:
     """What the kernel's List of inputs has for each."""
     return [
-        CTYPES[value.dtype] if isinstance(value, Spec) else f"elementwise::Number<{value_type(dtype_of(kind, letters))}>"
+        CTYPES[value.dtype]
+        if isinstance(value, Spec)
+        else f"elementwise::Number<{value_type(dtype_of(kind, letters))}>"
         for (kind, _), value in zip(inputs, given)
     ]
 
@@ -407,7 +414,9 @@ def element_types(inputs: Inputs, given: Sequence[Any], letters: dict[str, str])
 def numbers_of(inputs: Inputs, given: Sequence[Any], letters: dict[str, str]) -> list[Any]:
     """The kernel's array of the numbers among the inputs."""
     found = [
-        _number(value, dtype_of(kind, letters)) for (kind, _), value in zip(inputs, given) if not isinstance(value, Spec)
+        _number(value, dtype_of(kind, letters))
+        for (kind, _), value in zip(inputs, given)
+        if not isinstance(value, Spec)
     ]
     return found or [u64(0)]
 
@@ -426,7 +435,7 @@ def values_of(text: Text, given: Sequence[Any]) -> Sequence[Any]:
     return given[:-1] if text.is_random else given
 
 
-def types_of(text: Text, given: Sequence[Any]) -> dict[str, str]:
+def types_of(text: Text | _reduction.Text, given: Sequence[Any]) -> dict[str, str]:
     """The dtype of each letter: what the inputs of that type are promoted to."""
     found: dict[str, str] = {}
     for letter in text.letters:

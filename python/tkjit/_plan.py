@@ -313,7 +313,8 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     steps: list[tuple] = []
     for launch in answer.launches:
         given = launch.args if isinstance(launch, Launch) else ()
-        for arg in (item for arg in given for item in (arg.fields if isinstance(arg, Struct) else (arg,))):
+        fields = [field for arg in given if isinstance(arg, Struct) for field in arg.fields]
+        for arg in (*given, *fields):
             if isinstance(arg, Scratch) and id(arg.serial) not in slots:
                 slots[id(arg.serial)] = n_args + len(outputs) + len(buffers)
                 buffers.append(_made((arg.bytes,), (1,), "uint8", index))

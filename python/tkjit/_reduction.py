@@ -155,8 +155,9 @@ struct Op {{
 {function(f"map({', '.join(values)})", "Value", "map")}
 {function(f"combine(const Value& a{mark}, const Value& b{mark})", "Value", "combine", single)}
 {function("finish(const Value& value_, [[maybe_unused]] const int64_t count)", "Result", "finish", members("value_"))}
-    template <{", ".join(f"class Out{i}" for i in range(len(stores)))}>
-    TK_DEVICE static void apply(const Value& value_, const int64_t count_, {", ".join(f"Out{i}& out{i}_" for i in range(len(stores)))})
+    template <{", ".join(f"class Out{i}" for i, _ in enumerate(stores))}>
+    TK_DEVICE static void apply(
+        const Value& value_, const int64_t count_, {", ".join(f"Out{i}& out{i}_" for i, _ in enumerate(stores))})
     {{
         const Result result_ = finish(value_, count_);
 {"".join(f"        out{i}_ = {value};" + chr(10) for i, value in enumerate(stores))}    }}
@@ -238,7 +239,9 @@ class Config:
     spans: int
 
     @classmethod
-    def pick(cls, kept: Dims, reduced: Dims, tensors: Sequence[Spec], lead: int, first: int, total_bytes: int) -> Config:
+    def pick(
+        cls, kept: Dims, reduced: Dims, tensors: Sequence[Spec], lead: int, first: int, total_bytes: int
+    ) -> Config:
         """tensors: the outputs, then from ``first`` on the inputs; ``lead`` has the most elements."""
 
         def step(dims: Dims) -> float:
@@ -246,15 +249,14 @@ class Config:
             return strides[lead] if size > 1 and strides[lead] else math.inf
 
         along = step(reduced) < step(kept)
-        (size, inner), others = (reduced if along else kept)[-1], (kept if along else reduced)
-        others = [strides for _, strides in (*others, *(reduced if along else kept)[:-1])]
+        *others, (size, inner) = [*kept, *reduced] if along else [*reduced, *kept]
         moved = [(t, spec) for t, spec in enumerate(tensors) if t >= first and inner[t] != 0]
         sizes = [spec.itemsize for _, spec in moved] or [1]
         vec = min(16 // min(sizes), 32 // max(sizes))
         while not along and vec > 1 and vec * total_bytes > 64:
             vec //= 2
         ok = bool(moved) and all(inner[t] == 1 for t, _ in moved)
-        while vec > 1 and not (ok and ew.fits(vec, size, others, moved)):
+        while vec > 1 and not (ok and ew.fits(vec, size, [strides for _, strides in others], moved)):
             vec //= 2
         n, cells = math.prod(m for m, _ in reduced), math.prod(m for m, _ in kept)
         n, cells = (n // vec, cells) if along else (n, cells // vec)
@@ -319,8 +321,7 @@ def launches(
         text, letters, c, (), ins, memory, numbers, kept_ins, reduced_ins, count, totals=totals, splat=splat >> drop
     )
     # The totals' columns are the outputs, in the order of the cells.
-    places = ew.row_major([n for n, _ in kept])
-    columns = [(n, (*s[:drop], place)) for (n, s), place in zip(kept, places)]
+    columns = [(n, (*s[:drop], at)) for (n, s), at in zip(kept, ew.row_major([n for n, _ in kept]))]
     spans = [(c.spans, (0,) * drop + (cells,))]
     whole = _launch(
         text, letters, Config.of(1, False, cells, c.spans, 8, most_spans=1), outs, ["reduction::Total<{op}>"], [totals],
@@ -345,7 +346,9 @@ def _launch(
     mapped: str = "{op}",
 ) -> Launch:
     """ins: what the kernel's List has for each input; memory: of the tensors among them. Strides are of outs and memory."""
-    kept, reduced = (_vectors(dims, c.vec if along == c.along else 1) for along, dims in ((False, kept), (True, reduced)))
+    kept, reduced = (
+        _vectors(dims, c.vec if along == c.along else 1) for along, dims in ((False, kept), (True, reduced))
+    )
     cells, n = (math.prod(size for size, _ in dims) for dims in (kept, reduced))
     wide = max(cells, n) >= WIDE
     index = i64 if wide else u32

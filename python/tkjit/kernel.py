@@ -227,7 +227,7 @@ def _likes(values: Sequence[Any]) -> Likes:
     return [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values]
 
 
-def _require_values(text: Text, args: Sequence[Any]) -> None:
+def _require_values(text: Text | _reduction.Text, args: Sequence[Any]) -> None:
     for (_, name), arg in zip(text.inputs, args):
         if not isinstance(arg, (Tensor, bool, int, float)):
             raise TypeError(f"{text.name}(): argument '{name}' must be a Tensor or a number, not {type(arg).__name__}")
@@ -275,7 +275,9 @@ class Reduction:
         self.kept_text = replace(text, kept=tuple(name for _, name in text.accumulators if name in wanted))
         self.grad = grad
         self.composite = composite
-        self.kept = {name for _, name in (*text.inputs, *text.outputs) if name in wanted or composite} | {*self.kept_text.kept}
+        self.kept = {name for _, name in (*text.inputs, *text.outputs) if name in wanted or composite} | {
+            *self.kept_text.kept
+        }
         self.__name__ = text.name
         self.key = f"{text.name}_{digest([text.template.source, grad.key if grad else ''])[:12]}"
         reductions[self.key] = self
@@ -301,7 +303,9 @@ class Reduction:
         """
         if len(args) != len(self.text.inputs):
             names = ", ".join(name for _, name in self.text.inputs)
-            raise TypeError(f"{self.text.name}() takes {len(self.text.inputs)} arguments ({names}), but {len(args)} were given")
+            raise TypeError(
+                f"{self.text.name}() takes {len(self.text.inputs)} arguments ({names}), but {len(args)} were given"
+            )
         _require_values(self.text, args)
         ndim = max(arg.dim() for arg in args if isinstance(arg, Tensor))
         dims = _bits(dim, ndim)
@@ -399,7 +403,12 @@ class Reduction:
         ]
 
     def _through_composite(
-        self, grads: Sequence[Tensor | None], args: Sequence[Any], gone: Sequence[int], column: Sequence[int], needs: Sequence[bool]
+        self,
+        grads: Sequence[Tensor | None],
+        args: Sequence[Any],
+        gone: Sequence[int],
+        column: Sequence[int],
+        needs: Sequence[bool],
     ) -> list:
         where = [i for i, need in enumerate(needs) if need]
         given = [i for i, g in enumerate(grads) if g is not None]
