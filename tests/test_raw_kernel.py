@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_numbers_that_change_make_no_new_plan(place: str) -> None:
         assert torch.equal(y, x * by)
     after = tkjit.cache.stats()
     assert after["plan_misses"] == before["plan_misses"] and after["launches"] == before["launches"] + 10
+
+
+def test_a_kernel_prints(place: str, capfd: pytest.CaptureFixture) -> None:
+    source = '__global__ void say(const float* x) { printf("x[%d] = %g\\n", int(threadIdx.x), x[threadIdx.x]); }'
+    Kernel(source, "say").launch(1, 2, (torch.tensor([0.5, 2.0], device=place),))
+    if place == "cuda":
+        torch.cuda.synchronize()
+    ctypes.CDLL(None).fflush(None)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["x[0] = 0.5", "x[1] = 2"]
 
 
 def test_views_are_written_in_their_places(place: str) -> None:

@@ -832,7 +832,8 @@ class Kernel:
         CompileError: At the first launch, with the text's own line numbers.
 
     For CPU tensors the kernel runs through the emulator: ``TKJIT_EMULATE_CHECK=1`` finds its races and what it reads or writes
-    outside the tensors. A launch has no gradient: for that, call it in an autograd.Function, or use :func:`elementwise`.
+    outside the tensors. ``printf`` prints. A launch has no gradient: for that, call it in an autograd.Function, or use
+    :func:`elementwise` or :func:`reduction`.
     """
 
     def __init__(
