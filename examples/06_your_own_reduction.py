@@ -13,9 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 x = torch.randn(30, 700, device=DEVICE)
 
 # The length of each row, with its derivative: differentiable, and whole under torch.compile.
-norm = tkjit.reduction(
-    "A(x) * x", "a + b", identity="0", finish="sqrt(a)", grad="T dx = y == T(0) ? T(0) : dy * x / y"
-)
+norm = tkjit.reduction("A(x) * x", "a + b", identity="0", finish="sqrt(a)", grad="T dx = y == T(0) ? T(0) : dy * x / y")
 print("norm:", "right" if torch.allclose(norm(x, dim=-1), torch.linalg.vector_norm(x, dim=-1)) else "wrong")
 leaf = torch.randn(3, 4, 5, device=DEVICE, dtype=torch.float64, requires_grad=True)
 print("its gradient:", "right" if torch.autograd.gradcheck(lambda t: norm(t, dim=(0, 2)), leaf) else "wrong")

@@ -40,6 +40,7 @@ from ._torch import (
 __all__ = [
     "Elementwise",
     "Kernel",
+    "KernelOp",
     "Reduction",
     "bf16",
     "bool_",
@@ -689,7 +690,7 @@ def reduction(
             "b.value > a.value || (b.value == a.value && b.place < a.place) ? b : a",
             accumulators="T value, i64 place", finish="value, place", outputs="T y, i64 argmax",
             grad="T dx = index == argmax ? dy : T(0)",
-        )  # fmt: skip
+        )
         y, argmax = largest(x, dim=(0, 2), keepdim=True)
 
     Every text but ``grad`` is CUDA: an expression for each thing that it makes, separated by commas; or statements that
@@ -832,8 +833,7 @@ class Kernel:
         CompileError: At the first launch, with the text's own line numbers.
 
     For CPU tensors the kernel runs through the emulator: ``TKJIT_EMULATE_CHECK=1`` finds its races and what it reads or writes
-    outside the tensors. ``printf`` prints. A launch has no gradient: for that, call it in an autograd.Function, or use
-    :func:`elementwise` or :func:`reduction`.
+    outside the tensors. ``printf`` prints. A launch has no gradient: for that, see :meth:`op`.
     """
 
     def __init__(
@@ -927,6 +927,31 @@ class Kernel:
         run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
         written(*out)
 
+    def op(
+        self,
+        outputs: Callable[..., Any],
+        launch: Callable[..., Mapping[str, Any]],
+        backward: Callable[..., Any] | None = None,
+    ) -> KernelOp:
+        """A function of tensors and numbers that makes its outputs with this kernel: differentiable, whole under torch.compile.
+
+            double = tkjit.Kernel(SCALE, "scale", T=torch.float32, BLOCK=256).op(
+                outputs=torch.empty_like,
+                launch=lambda y, x: dict(grid=-(-x.numel() // 256), block=256, args=(y, x, tkjit.f32(2), tkjit.i64(x.numel()))),
+                backward=lambda dy, x, y: double(dy),
+            )
+            y = double(x)
+
+        Args:
+            outputs: Arguments -> a new tensor, or several, for the kernel to fill. Also called with fake tensors.
+            launch: Outputs, arguments -> what :meth:`launch` takes, as a dict. The kernel writes to no argument.
+            backward: The outputs' gradients, arguments, outputs -> a gradient, or None, for each tensor among the arguments. An
+                output that nothing depends on has a gradient of 0. Made of ops with gradients it has one itself.
+
+        Tensors are given to all three contiguous, copied where they are not: gradients often are expanded from fewer elements.
+        """
+        return KernelOp(self, outputs, launch, backward)
+
     def _best(self, grid: Any, block: Any, args: Sequence[Any], out: Sequence[Tensor], run: Callable[..., None]) -> int:
         if any(isinstance(a, Struct) for a in args):
             raise NotImplementedError(f"{self.name}: candidates are not tried on what a struct points to; give one")
@@ -961,6 +986,70 @@ class Kernel:
         best = _raw.fastest(fields, self.candidates, device, trial, lambda i: run(i, given), wait)
         self._chosen[key] = best
         return best
+
+
+class KernelOp:
+    """An op that :meth:`Kernel.op` made. Call it with tensors and numbers."""
+
+    def __init__(self, kernel: Kernel, outputs: Callable, launch: Callable, backward: Callable | None) -> None:
+        self.kernel, self.outputs, self.launch, self.backward = kernel, outputs, launch, backward
+        self.key = f"{kernel.name}_{len(kernel_ops)}"
+        kernel_ops[self.key] = self
+
+    def __call__(self, *args: Any) -> Any:
+        kinds = "".join("t" if isinstance(arg, Tensor) else "n" for arg in args)
+        tensors = [arg.contiguous() for arg in args if isinstance(arg, Tensor)]
+        found = _kernel_op(self.key, kinds, tensors, [arg for arg in args if not isinstance(arg, Tensor)])
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def __repr__(self) -> str:
+        return f"tkjit.Kernel {self.kernel.name} as an op"
+
+
+kernel_ops: dict[str, KernelOp] = {}  # by key
+
+
+def _as_list(found: Any) -> list:
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def _run_kernel(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
+    op, args = kernel_ops[key], _arguments(kinds, tensors, numbers)
+    with torch.no_grad():
+        outs = _as_list(op.outputs(*args))
+        op.kernel.launch(**op.launch(*outs, *args))
+    return outs
+
+
+def _fake_kernel(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
+    return _as_list(kernel_ops[key].outputs(*_arguments(kinds, tensors, numbers)))
+
+
+def _setup_kernel(ctx, inputs, output):
+    ctx.key, ctx.kinds, tensors, ctx.numbers = inputs
+    ctx.n = len(tensors)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward_kernel(ctx, grads):
+    op, saved = kernel_ops[ctx.key], ctx.saved_tensors
+    if op.backward is None:
+        raise RuntimeError(f"{op.kernel.name}: it has no gradient; give op() a backward=")
+    outs = saved[ctx.n :]
+    given = [torch.zeros_like(out) if g is None else g.contiguous() for g, out in zip(grads, outs)]
+    found = _as_list(op.backward(*given, *_arguments(ctx.kinds, saved[: ctx.n], ctx.numbers), *outs))
+    if len(found) != ctx.n:
+        raise RuntimeError(f"{op.kernel.name}: its backward gives {len(found)} gradients for {ctx.n} tensors")
+    return None, None, found, None if ctx.numbers else []
+
+
+_kernel_op = define(
+    "kernel(str op, str kinds, Tensor[] tensors, Scalar[] numbers) -> Tensor[]",
+    run=_run_kernel,
+    fake=_fake_kernel,
+    setup_context=_setup_kernel,
+    backward=_backward_kernel,
+)
 
 
 def _copied(t: Tensor) -> Tensor:
