@@ -386,7 +386,8 @@ class Reduction:
         count = 1
         for d in gone:
             count = count * shape[d]
-        values["count"] = count
+        # Of shapes that are traced as symbols it is one: a tensor then.
+        values["count"] = count if isinstance(count, int) else some.new_full((), count, dtype=torch.int64)
         for name, out in zip(self.names[len(args) :], outs):
             if out is not None:
                 once = again and name in self.kept_text.kept
