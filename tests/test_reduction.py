@@ -255,7 +255,11 @@ def test_second_derivatives_are_the_composites_or_refused(place: str) -> None:
 
 def test_ten_lines_make_a_compiled_op(place: str) -> None:
     def step(x: Tensor) -> Tensor:
-        return (x / norm(x, dim=-1, keepdim=True)).sum() + variance(x, dim=(0, 1)).sum() * mean(x) + largest(x, dim=1)[0].sum()
+        return (
+            (x / norm(x, dim=-1, keepdim=True)).sum()
+            + variance(x, dim=(0, 1)).sum() * mean(x)
+            + largest(x, dim=1)[0].sum()
+        )
 
     x = torch.randn(3, 4, 8, device=place)
     (want,) = torch.autograd.grad(step(leaf := x.clone().requires_grad_()), leaf)

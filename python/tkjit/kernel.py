@@ -994,7 +994,10 @@ class KernelOp:
 
     def __init__(self, kernel: Kernel, outputs: Callable, launch: Callable, backward: Callable | None) -> None:
         self.kernel, self.outputs, self.launch, self.backward = kernel, outputs, launch, backward
-        self.key = f"{kernel.name}_{len(kernel_ops)}"
+        # The same in every process that makes the same ops: torch.compile keeps graphs on disk.
+        parts = [kernel.source, repr(kernel.candidates), *map(_identity, (outputs, launch, backward))]
+        key = f"{kernel.name}_{digest(parts)[:12]}"
+        self.key = f"{key}_{sum(other.startswith(key) for other in kernel_ops)}"
         kernel_ops[self.key] = self
 
     def __call__(self, *args: Any) -> Any:
@@ -1008,6 +1011,12 @@ class KernelOp:
 
 
 kernel_ops: dict[str, KernelOp] = {}  # by key
+
+
+def _identity(function: Callable | None) -> str:
+    """What a function's text is, roughly: its name and its code."""
+    code = getattr(function, "__code__", None)
+    return f"{getattr(function, '__qualname__', '')} {code and code.co_code.hex()} {code and code.co_names}"
 
 
 def _as_list(found: Any) -> list:
