@@ -136,7 +136,7 @@ TK_DEVICE T shuffle_xor(const T& v, int mask)
 
 template <class T, int kInner, int kOwn>
 struct Shared {
-    T total[kThreads / 32][kInner][kOwn];  // each warp's
+    T total[kThreads / 32][kOwn][kInner];  // each warp's
 };
 
 // Totals of a thread: an output's elements go to several, so that they don't wait for each other and round less.
@@ -216,7 +216,7 @@ run(const __grid_constant__ ArgumentsOf<Outs, Ins, kVec, kAlong, kKept, kReduced
             if (lane < kInner) {
 #pragma unroll
                 for (int k = 0; k < kOwn; ++k) {
-                    shared.total[warp][lane][k] = total[k];
+                    shared.total[warp][k][lane] = total[k];
                 }
             }
             tk::sync_block();  // the warps' totals are written
@@ -225,7 +225,7 @@ run(const __grid_constant__ ArgumentsOf<Outs, Ins, kVec, kAlong, kKept, kReduced
                 for (int w = 1; w < kWarps; ++w) {
 #pragma unroll
                     for (int k = 0; k < kOwn; ++k) {
-                        total[k].add(shared.total[warp + w][lane][k]);
+                        total[k].add(shared.total[warp + w][k][lane]);
                     }
                 }
             }
