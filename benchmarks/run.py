@@ -284,7 +284,9 @@ class Expected:
             want[k] = torch.zeros_like(want[k])
         step = max(1, 4 * CHECK_ELEMENTS // max(1, call.args[0].numel() // self.batch))
         for at in range(0, self.batch, step):
-            args, grads = ([t[at : at + step] if self._has_rows(t) else t for t in ts] for ts in (call.args, call.grads))
+            args, grads = (
+                [t[at : at + step] if self._has_rows(t) else t for t in ts] for ts in (call.args, call.grads)
+            )
             wide = [a.detach().double().requires_grad_() if i in grad_of else a for i, a in enumerate(args)]
             outputs = as_tuple(in_float64(function, tuple(wide), kwargs))
             found = torch.autograd.grad(outputs, [wide[grad_of[k]] for k in of], [g.double() for g in grads])

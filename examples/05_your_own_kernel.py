@@ -47,3 +47,27 @@ row_sum = tkjit.Kernel(ROW_SUM, "row_sum", T=torch.float32, tune=[{"BLOCK": 64},
 sums = torch.empty(300, device=DEVICE)
 row_sum.launch(grid=300, block=lambda p: p["BLOCK"], args=(sums, x, tkjit.i32(70)), smem=4 * 128)
 print("row_sum:", "right" if torch.allclose(sums, x.sum(-1), atol=1e-4) else "wrong")
+
+# The same GELU of CUDA text: with a backward it is an op, differentiable and whole under torch.compile.
+GELU = """
+__global__ void forward(double* y, const double* x, int n)
+{
+    const int i = blockIdx.x * 64 + threadIdx.x;
+    if (i < n) { y[i] = x[i] * normcdf(x[i]); }
+}
+__global__ void backward(double* dx, const double* dy, const double* x, int n)
+{
+    const int i = blockIdx.x * 64 + threadIdx.x;
+    if (i < n) { dx[i] = dy[i] * (normcdf(x[i]) + x[i] * exp(-0.5 * x[i] * x[i]) * 0.3989422804014327); }
+}
+"""
+
+
+def each(*tensors):
+    n = tensors[0].numel()
+    return {"grid": -(-n // 64), "block": 64, "args": (*tensors, tkjit.i32(n))}
+
+
+slope = tkjit.Kernel(GELU, "backward").op(lambda dy, x: torch.empty_like(x), each)
+gelu = tkjit.Kernel(GELU, "forward").op(torch.empty_like, each, backward=lambda dy, x, y: slope(dy, x))
+print("gelu of CUDA text:", "right" if torch.autograd.gradcheck(gelu, leaf) else "wrong")

@@ -51,7 +51,12 @@ def test_serving_is_close_on_the_cpu(root: Path, tmp_path: Path) -> None:
 
 def test_kernels_of_ones_own_are_right(root: Path, tmp_path: Path) -> None:
     said = example(root, "05_your_own_kernel.py", tmp_path, TKJIT_EMULATE_CHECK="1")
-    assert said.splitlines() == ["add: right", "gelu: right", "row_sum: right"]
+    assert said.splitlines() == ["add: right", "gelu: right", "row_sum: right", "gelu of CUDA text: right"]
+
+
+def test_reductions_of_ones_own_are_right(root: Path, tmp_path: Path) -> None:
+    said = example(root, "06_your_own_reduction.py", tmp_path, TKJIT_EMULATE_CHECK="1")
+    assert said.splitlines() == ["norm: right", "its gradient: right", "largest: right", "variance: right"]
 
 
 def test_the_broken_kernel_is_told_as_readme_shows(root: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import json
 from typing import Any
 
@@ -107,6 +108,85 @@ def test_numbers_that_change_make_no_new_plan(place: str) -> None:
         assert torch.equal(y, x * by)
     after = tkjit.cache.stats()
     assert after["plan_misses"] == before["plan_misses"] and after["launches"] == before["launches"] + 10
+
+
+GELU = """
+template <class T>
+__global__ void gelu(T* y, const T* x, long long n)
+{
+    const long long i = blockIdx.x * 64ll + threadIdx.x;
+    if (i < n) { y[i] = x[i] * normcdf(x[i]); }
+}
+template <class T>
+__global__ void gelu_grad(T* dx, const T* dy, const T* x, long long n)
+{
+    const long long i = blockIdx.x * 64ll + threadIdx.x;
+    if (i < n) { dx[i] = dy[i] * (normcdf(x[i]) + x[i] * exp(T(-0.5) * x[i] * x[i]) * T(0.3989422804014327)); }
+}
+"""
+
+
+def each(*tensors: torch.Tensor) -> dict:
+    n = tensors[0].numel()
+    return {"grid": -(-n // 64), "block": 64, "args": (*tensors, tkjit.i64(n))}
+
+
+gelu_grad = Kernel(GELU, "gelu_grad", T=torch.float64).op(lambda dy, x: torch.empty_like(x), each)
+gelu = Kernel(GELU, "gelu", T=torch.float64).op(
+    torch.empty_like, each, backward=lambda dy, x, y: gelu_grad(dy, x)
+)  # fmt: skip
+
+
+def test_a_kernel_with_a_backward_is_an_op(place: str) -> None:
+    x = torch.randn(5, 30, device=place, dtype=torch.float64).requires_grad_()
+    theirs = torch.nn.functional.gelu
+    torch.testing.assert_close(gelu(x), theirs(x))
+    torch.testing.assert_close(gelu(x.t()[::2]), theirs(x.t()[::2]))
+    assert torch.autograd.gradcheck(gelu, torch.randn(7, device=place, dtype=torch.float64, requires_grad=True))
+    (want,) = torch.autograd.grad(theirs(x).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(gelu(x).sum(), x)[0], want)
+    compiled = torch.compile(lambda t: gelu(t).sum(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], want)
+    torch.library.opcheck(torch.ops.tkjit.kernel.default, (gelu.key, "t", [x], []))
+    (dx,) = torch.autograd.grad(gelu(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="gelu_grad: it has no gradient"):
+        dx.sum().backward()
+
+
+def test_an_op_takes_numbers_and_has_several_outputs(place: str) -> None:
+    source = """
+__global__ void halves(float* y, float* z, const float* x, float by, long long n)
+{
+    const long long i = threadIdx.x;
+    if (i < n) { y[i] = x[i] * by; z[i] = x[i] + by; }
+}
+"""
+    op = Kernel(source, "halves").op(
+        outputs=lambda x, by: (torch.empty_like(x), torch.empty_like(x)),
+        launch=lambda y, z, x, by: {
+            "grid": 1,
+            "block": 64,
+            "args": (y, z, x, tkjit.f32(by), tkjit.i64(x.numel())),
+        },
+        backward=lambda dy, dz, x, by, y, z: dy * by + dz,
+    )
+    x = torch.randn(40, device=place, requires_grad=True)
+    y, z = op(x, 3.0)
+    assert torch.equal(y, x * 3) and torch.equal(z, x + 3)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3))
+    broken = Kernel(source, "halves").op(op.outputs, op.launch, lambda *all: (None, None))
+    with pytest.raises(RuntimeError, match="2 gradients for 1 tensors"):
+        broken(x, 3.0)[0].sum().backward()
+
+
+def test_a_kernel_prints(place: str, capfd: pytest.CaptureFixture) -> None:
+    source = '__global__ void say(const float* x) { printf("x[%d] = %g\\n", int(threadIdx.x), x[threadIdx.x]); }'
+    Kernel(source, "say").launch(1, 2, (torch.tensor([0.5, 2.0], device=place),))
+    if place == "cuda":
+        torch.cuda.synchronize()
+    ctypes.CDLL(None).fflush(None)
+    assert sorted(capfd.readouterr().out.splitlines()) == ["x[0] = 0.5", "x[1] = 2"]
 
 
 def test_views_are_written_in_their_places(place: str) -> None:

@@ -15,7 +15,7 @@ from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchErro
 if TYPE_CHECKING:
     from . import attention, cache, optim
     from ._warmup import warmup
-    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, struct, u32, u64
+    from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, reduction, struct, u32, u64
     from .ops.attention import scaled_dot_product_attention
     from .ops.cross_entropy import cross_entropy
     from .ops.dropout import dropout, dropout_add
@@ -65,6 +65,7 @@ _LAZY = {
     "mish": "ops.pointwise",
     "mul": "ops.pointwise",
     "optim": "optim",
+    "reduction": "kernel",
     "reglu": "ops.pointwise",
     "relu": "ops.pointwise",
     "rms_norm": "ops.layer_norm",
@@ -113,6 +114,7 @@ __all__ = [
     "mish",
     "mul",
     "optim",
+    "reduction",
     "reglu",
     "relu",
     "rms_norm",

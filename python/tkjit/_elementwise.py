@@ -11,12 +11,15 @@ import re
 import struct as _struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._plan import Launch, Spec, i64, plan, u32, u64
 from ._plan import struct as by_value
 from ._rows import ceil_div, power_of_two
 from ._template import CTYPES, Template, without_comments
+
+if TYPE_CHECKING:
+    from . import _reduction
 
 THREADS = 256  # elementwise::kThreads
 
@@ -66,7 +69,7 @@ class Text:
         body = text if text.rstrip().endswith((";", "}")) else f"{text};"
         made = declared(body)
         if outputs is not None:
-            outs = _declarations("outputs", outputs)
+            outs = declarations("elementwise", "outputs", outputs)
         elif made:
             outs = (made[-1],)
         else:
@@ -74,33 +77,19 @@ class Text:
                 f"elementwise(): nothing is declared in {text!r}; write it as 'T y = ...', or give outputs="
             )
         if inputs is not None:
-            ins = _declarations("inputs", inputs)
+            ins = declarations("elementwise", "inputs", inputs)
         else:
-            known = {what for _, what in (*made, *outs)} | _WORDS
-            found = [
-                word
-                for word in _IDENTIFIER.findall(without_comments(body))
-                if word not in known and not word.startswith("M_")
-            ]
-            ins = tuple(("T", word) for word in dict.fromkeys(found) if not _is_letter(word))
+            ins = named(body, {what for _, what in (*made, *outs)})
         if not ins:
             raise ValueError(f"elementwise(): {text!r} has no input")
         taken = {what for _, what in (*ins, *outs, *made)}
-        if {"random", "random_bits"} & {*_IDENTIFIER.findall(without_comments(body))} - taken:
+        if {"random", "random_bits"} & {*words_of(body)} - taken:
             if "random_bits" in taken or "random" in taken:
                 raise ValueError("elementwise(): one of random and random_bits is a name of the text's own")
             ins = (*ins, RANDOM)
         if clash := {what for _, what in ins} & {what for _, what in outs}:
             raise ValueError(f"elementwise(): {', '.join(sorted(clash))} is both an input and an output")
-        letters = {kind for kind, _ in ins}
-        for kind, what in (*ins, *outs):
-            if not _is_letter(kind) and kind not in _NAMES and (kind, what) != RANDOM:
-                raise ValueError(
-                    f"elementwise(): {what} is of type {kind!r}; a type is a letter, or one of {', '.join(_NAMES)}"
-                )
-        for kind, what in outs:
-            if _is_letter(kind) and kind not in letters:
-                raise ValueError(f"elementwise(): no input has the type {kind} of the output {what}")
+        require_types("elementwise", [pair for pair in ins if pair != RANDOM], outs, {kind for kind, _ in ins})
         declares = {what for _, what in outs} <= {what for _, what in made}
         return cls(name or outs[-1][1], body, ins, outs, preamble, declares)
 
@@ -110,12 +99,12 @@ class Text:
 
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
-        return tuple(sorted({kind for kind, _ in (*self.inputs, *self.outputs) if _is_letter(kind)}))
+        return tuple(sorted({kind for kind, _ in (*self.inputs, *self.outputs) if is_letter(kind)}))
 
     @functools.cached_property
     def copies(self) -> dict[str, str]:
         """Outputs that are an input or another output as it is: ``T da = dy;``. Name -> of what."""
-        words = _IDENTIFIER.findall(without_comments(self.body))
+        words = words_of(self.body)
         kinds = {what: kind for kind, what in (*self.inputs, *self.outputs)}
         found: dict[str, str] = dict(_COPIED.findall(without_comments(self.body)))
         found = {
@@ -134,7 +123,7 @@ class Text:
         letters = ", ".join([*(f"class {letter}" for letter in self.letters), "bool kFast_"])
         # Outputs are of the storage's value type, which a letter may be narrower or wider than.
         types = ", ".join(f"class Out{i}" for i in range(len(self.outputs)))
-        values = [f"[[maybe_unused]] const {_value(kind)} {name}" for kind, name in self.inputs]
+        values = [f"[[maybe_unused]] const {value_of(kind)} {name}" for kind, name in self.inputs]
         mark = "_" if self.declares else ""
         values += [f"Out{i}& {name}{mark}" for i, (_, name) in enumerate(self.outputs)]
         random = "        [[maybe_unused]] const float random = tk::below_one(random_bits);\n" if self.is_random else ""
@@ -158,7 +147,7 @@ struct Op {{
 
 }}  // namespace elementwise
 """
-        return Template.from_source(source, self.name, self.body)
+        return Template.from_source(source, self.name, {f"{self.name}.elementwise": self.body})
 
 
 def declared(body: str) -> list[tuple[str, str]]:
@@ -166,27 +155,51 @@ def declared(body: str) -> list[tuple[str, str]]:
     return [(kind, what) for kind, what in _DECLARED.findall(without_comments(body)) if kind not in ("return", "else")]
 
 
-def _is_letter(kind: str) -> bool:
+def named(body: str, known: set[str]) -> tuple[tuple[str, str], ...]:
+    """What a text names besides what is known: each a T."""
+    found = [word for word in words_of(body) if word not in known | _WORDS and not word.startswith("M_")]
+    return tuple(("T", word) for word in dict.fromkeys(found) if not is_letter(word))
+
+
+def words_of(text: str) -> list[str]:
+    """The names of values in a text."""
+    return _IDENTIFIER.findall(without_comments(text))
+
+
+def require_types(
+    op: str, inputs: Sequence[tuple[str, str]], more: Sequence[tuple[str, str]], letters: set[str]
+) -> None:
+    """Every type is known; those letters that are not an input's are among the given ones."""
+    for kind, what in (*inputs, *more):
+        if not is_letter(kind) and kind not in _NAMES:
+            raise ValueError(f"{op}(): {what} is of type {kind!r}; a type is a letter, or one of {', '.join(_NAMES)}")
+    for kind, what in more:
+        if is_letter(kind) and kind not in letters:
+            raise ValueError(f"{op}(): no input has the type {kind} of the output {what}")
+
+
+def is_letter(kind: str) -> bool:
     return len(kind) == 1 and kind.isupper()
 
 
-def _value(kind: str) -> str:
+def value_of(kind: str) -> str:
     """A type of the text as the kernel computes with it."""
     if kind == RANDOM[0]:
         return "uint32_t"
-    return kind if _is_letter(kind) else value_type(_NAMES[kind])
+    return kind if is_letter(kind) else value_type(_NAMES[kind])
 
 
 def value_type(dtype: str) -> str:
     return "float" if dtype in ("float16", "bfloat16") else CTYPES[dtype]
 
 
-def _declarations(what: str, text: str) -> tuple[tuple[str, str], ...]:
+def declarations(op: str, what: str, text: str) -> tuple[tuple[str, str], ...]:
+    """(type, name) of each."""
     found = []
     for part in text.split(","):
         match = _DECLARATION.fullmatch(part)
         if match is None:
-            raise ValueError(f"elementwise(): {what} has {part!r}; write 'T x, float alpha'")
+            raise ValueError(f"{op}(): {what} has {part!r}; write 'T x, float alpha'")
         found.append((match[1], match[2]))
     return tuple(found)
 
@@ -290,10 +303,12 @@ def output_strides(shape: Sequence[int], tensors: Sequence[Sequence[int]]) -> tu
     return tuple(strides)
 
 
-def _collapsed(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
-    """(size, stride in each tensor), outermost first by the first tensor; dims that are one step in all are one."""
+def collapsed(
+    shape: Sequence[int], all_strides: Sequence[Sequence[int]], by: int = 0
+) -> list[tuple[int, tuple[int, ...]]]:
+    """(size, stride in each tensor), outermost first by one of them; dims that are one step in all are one."""
     dims = [(n, tuple(s[d] for s in all_strides)) for d, n in enumerate(shape) if n != 1]
-    dims.sort(key=lambda dim: dim[1][0], reverse=True)
+    dims.sort(key=lambda dim: dim[1][by], reverse=True)
     found: list[tuple[int, tuple[int, ...]]] = []
     for size, strides in dims:
         if found and found[-1][1] == tuple(s * size for s in strides):
@@ -301,6 +316,15 @@ def _collapsed(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> li
         else:
             found.append((size, strides))
     return found or [(1, (0,) * len(all_strides))]
+
+
+def fits(vec: int, size: int, others: Sequence[Sequence[int]], moved: Sequence[tuple[int, Spec]]) -> bool:
+    """Whether a contiguous dim is whole vectors that begin at multiples of their size: others has the other dims' strides."""
+    return size % vec == 0 and all(
+        spec.align >= min(vec * spec.itemsize, 16)
+        and all(strides[t] * spec.itemsize % min(vec * spec.itemsize, 16) == 0 for strides in others)
+        for t, spec in moved
+    )
 
 
 @dataclass(frozen=True)
@@ -320,15 +344,7 @@ class Config:
         # 16 bytes of the narrowest, but no more than 32 of the widest.
         vec = min(16 // min(sizes), 32 // max(sizes))
         ok = all(inner[t] == 1 for t, _ in moved) and bool(moved) and not splat & 1
-        while vec > 1 and not (
-            ok
-            and size % vec == 0
-            and all(
-                spec.align >= min(vec * spec.itemsize, 16)
-                and all(strides[t] * spec.itemsize % min(vec * spec.itemsize, 16) == 0 for _, strides in dims[:-1])
-                for t, spec in moved
-            )
-        ):
+        while vec > 1 and not (ok and fits(vec, size, [strides for _, strides in dims[:-1]], moved)):
             vec //= 2
         # One vector of 16 bytes a thread: copies of 512 MB and sums of two tensors at 0.98 of copy_'s rate, with a row that is
         # broadcast 0.97; with 2, 4 and 8 vectors 0.93 to 0.95, with vectors of 32 bytes 0.75 to 0.95. NVIDIA H200, 2026-12-02.
@@ -345,7 +361,7 @@ def launch(
     strides = [expanded(t.shape, t.strides, shape) for t in tensors]
     if seed is not None:
         strides.append(row_major(shape))
-    dims = _collapsed(shape, strides)
+    dims = collapsed(shape, strides)
     c = Config.pick(dims, tensors)
     vectors = math.prod(size for size, _ in dims) // c.vec
     n_dims = power_of_two(len(dims))
@@ -353,40 +369,56 @@ def launch(
     sizes = [size for size, _ in padded[:-1]] + [padded[-1][0] // c.vec]
     steps = [[strides[t] for _, strides in padded[:-1]] + [padded[-1][1][t] * c.vec] for t in range(len(strides))]
     wide = vectors >= 2**31
-    numbers = [
-        _number(value, _dtype(kind, letters))
-        for (kind, _), value in zip(text.inputs, given)
-        if not isinstance(value, Spec)
-    ]
+    numbers = numbers_of(text.inputs, given, letters)
     index = i64 if wide else u32
     arguments = by_value(
         *tensors,
         *(() if seed is None else (seed,)),
-        *(numbers or [u64(0)]),
+        *numbers,
         *(i64(s) for strides in steps for s in strides),
         *map(index, sizes),
         index(vectors),
     )
-    ins = ", ".join(
-        CTYPES[value.dtype] if isinstance(value, Spec) else f"elementwise::Number<{value_type(_dtype(kind, letters))}>"
-        for (kind, _), value in zip(text.inputs, given)
-    )
+    ins = element_types(text.inputs, given, letters)
     if seed is not None:
-        ins += f", elementwise::Random<{'true' if dims[-1][1][-1] == 1 else 'false'}>"
+        ins.append(f"elementwise::Random<{'true' if dims[-1][1][-1] == 1 else 'false'}>")
     fast = all(spec.itemsize == 2 for spec in outs)
     types = [value_type(letters[letter]) for letter in text.letters]
     kernel = text.template.kernel(
         "elementwise::run",
         Op=f"elementwise::Op<{', '.join([*types, 'true' if fast else 'false'])}>",
         Outs=f"elementwise::List<{', '.join(CTYPES[spec.dtype] for spec in outs)}>",
-        Ins=f"elementwise::List<{ins}>",
+        Ins=f"elementwise::List<{', '.join(ins)}>",
         kVec=c.vec, kUnroll=c.unroll, kDims=n_dims, kSplat=f"{c.splat}u", Index="int64_t" if wide else "uint32_t",
     )  # fmt: skip
     return kernel.launch(grid=ceil_div(vectors, THREADS * c.unroll), block=THREADS, args=(arguments,))
 
 
-def _dtype(kind: str, letters: dict[str, str]) -> str:
-    return letters[kind] if _is_letter(kind) else _NAMES[kind]
+def dtype_of(kind: str, letters: dict[str, str]) -> str:
+    return letters[kind] if is_letter(kind) else _NAMES[kind]
+
+
+Inputs = Sequence[tuple[str, str]]
+
+
+def element_types(inputs: Inputs, given: Sequence[Any], letters: dict[str, str]) -> list[str]:
+    """What the kernel's List of inputs has for each."""
+    return [
+        CTYPES[value.dtype]
+        if isinstance(value, Spec)
+        else f"elementwise::Number<{value_type(dtype_of(kind, letters))}>"
+        for (kind, _), value in zip(inputs, given)
+    ]
+
+
+def numbers_of(inputs: Inputs, given: Sequence[Any], letters: dict[str, str]) -> list[Any]:
+    """The kernel's array of the numbers among the inputs."""
+    found = [
+        _number(value, dtype_of(kind, letters))
+        for (kind, _), value in zip(inputs, given)
+        if not isinstance(value, Spec)
+    ]
+    return found or [u64(0)]
 
 
 def _number(value: Any, dtype: str) -> Any:
@@ -403,7 +435,7 @@ def values_of(text: Text, given: Sequence[Any]) -> Sequence[Any]:
     return given[:-1] if text.is_random else given
 
 
-def types_of(text: Text, given: Sequence[Any]) -> dict[str, str]:
+def types_of(text: Text | _reduction.Text, given: Sequence[Any]) -> dict[str, str]:
     """The dtype of each letter: what the inputs of that type are promoted to."""
     found: dict[str, str] = {}
     for letter in text.letters:
@@ -415,7 +447,7 @@ def types_of(text: Text, given: Sequence[Any]) -> dict[str, str]:
 
 
 def output_dtypes(text: Text, letters: dict[str, str]) -> list[str]:
-    return [_dtype(kind, letters) for kind, _ in text.outputs]
+    return [dtype_of(kind, letters) for kind, _ in text.outputs]
 
 
 def planner_of(text: Text) -> Callable[..., Any]:

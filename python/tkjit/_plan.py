@@ -151,10 +151,10 @@ def bool_(value: bool) -> Scalar:
 class Struct:
     """What a kernel takes as one struct by value, laid out as C lays it out; tensors are pointers, None is a null one."""
 
-    fields: tuple[Scalar | Spec | None, ...]
+    fields: tuple[Scalar | Spec | Scratch | None, ...]
 
 
-def struct(*fields: Scalar | Spec | None) -> Struct:
+def struct(*fields: Scalar | Spec | Scratch | None) -> Struct:
     return Struct(fields)
 
 
@@ -260,7 +260,7 @@ class _Parameters:
         values = (item.value if isinstance(item, Scalar) else 0 for item in arg.fields)
         at = self._place(_struct.pack(f"@{formats}0{widest}", *values), _struct.calcsize(widest))
         for i, item in enumerate(arg.fields):
-            if isinstance(item, Spec):
+            if isinstance(item, (Spec, Scratch)):
                 field = _struct.calcsize(f"@{formats[: i + 1]}") - _struct.calcsize("P")
                 self.patches.append((at + field, self.slots[id(item.serial)], 0))
 
@@ -312,7 +312,9 @@ def _freeze(answer: Plan, inputs: Sequence[Spec], n_args: int) -> tuple:
     buffers: list[tuple] = []
     steps: list[tuple] = []
     for launch in answer.launches:
-        for arg in launch.args if isinstance(launch, Launch) else ():
+        given = launch.args if isinstance(launch, Launch) else ()
+        fields = [field for arg in given if isinstance(arg, Struct) for field in arg.fields]
+        for arg in (*given, *fields):
             if isinstance(arg, Scratch) and id(arg.serial) not in slots:
                 slots[id(arg.serial)] = n_args + len(outputs) + len(buffers)
                 buffers.append(_made((arg.bytes,), (1,), "uint8", index))

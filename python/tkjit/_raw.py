@@ -65,7 +65,7 @@ def ctype(dtype: str) -> str:
 
 
 def template_of(source: str, name: str) -> Template:
-    return Template.from_source(_HEAD.format(name=name) + source, name, source)
+    return Template.from_source(_HEAD.format(name=name) + source, name, {name: source})
 
 
 class Struct:

@@ -73,24 +73,24 @@ def _argument(value: object) -> str:
 class Template:
     """A CUDA source whose kernels are templates. ``name`` is its file's stem and its namespace.
 
-    ``text``: what of it a user wrote, in which the compiler counts lines under the bare name.
+    ``texts``: what of it a user wrote, by the names under which the compiler counts their lines.
     """
 
     name: str
     source: str = field(repr=False)
     headers: dict[str, str] = field(compare=False, repr=False)
     namespace: str = ""
-    text: str | None = field(default=None, compare=False, repr=False)
+    texts: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def file(self) -> str:
         """What the compiler is told. Not a name that a user's text may include."""
-        return f"{self.name}.cuh" if self.text is None else f"{self.name}.source.cuh"
+        return f"{self.name}.source.cuh" if self.texts else f"{self.name}.cuh"
 
     @staticmethod
-    def from_source(source: str, name: str, text: str | None = None) -> Template:
+    def from_source(source: str, name: str, texts: Mapping[str, str] | None = None) -> Template:
         """A template from text rather than from the package; it may include the package's files."""
-        return Template(name, source, _closure(source), text=text)
+        return Template(name, source, _closure(source), texts=texts or {})
 
     def kernel(self, kernel: str, **arguments: object) -> Instance:
         """An instance, its template arguments in the order given."""
@@ -275,14 +275,11 @@ def _ensure(kernel: _core.Kernel, instance: Instance, target: str, emulated: boo
 def _explained(error: CompileError, kernel: _core.Kernel, instance: Instance, target: str) -> CompileError:
     """The same error with what a person needs to mend it."""
     log = str(error)
-    name, text = instance.template.file, instance.template.source
-    if instance.template.text is not None:
-        name, text = instance.template.name, instance.template.text
-    listing = _excerpt(text, log, name)
+    texts = instance.template.texts or {instance.template.file: instance.template.source}
+    listings = {name: _excerpt(text, log, name) for name, text in texts.items()}
     saved = _save_reproducer(instance, kernel.options, log)
     parts = [f"{instance.expression} did not compile for {target}:\n{log.strip()}"]
-    if listing:
-        parts.append(f"{name}:\n{listing}")
+    parts += [f"{name}:\n{listing}" for name, listing in listings.items() if listing]
     parts.append(f"options: {' '.join(kernel.options)}")
     if saved:
         parts.append(f"reproducer: {saved}")

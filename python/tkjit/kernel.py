@@ -1,6 +1,6 @@
-"""Kernels of the user's own, from an expression or from CUDA text: elementwise, and Kernel for raw templates.
+"""Kernels of the user's own, from expressions or from CUDA text: elementwise, reduction, and Kernel for raw templates.
 
-``import tkjit`` has them as ``tkjit.elementwise`` and ``tkjit.Kernel``.
+``import tkjit`` has them as ``tkjit.elementwise``, ``tkjit.reduction`` and ``tkjit.Kernel``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _elementwise, _raw
+from . import _elementwise, _raw, _reduction
 from ._device import Device
 from ._elementwise import Text
 from ._errors import DeviceError
 from ._library import define
-from ._plan import Scalar, Spec, planned
+from ._plan import Scalar, Spec, canonical, planned
 from ._raw import Struct
 from ._template import Template, digest, three
-from ._torch import Op, compiling, drawn_seed, filled, may_overlap, may_write_directly, routed, transformed, written
+from ._torch import (
+    Op,
+    compiling,
+    drawn_seed,
+    filled,
+    gradients_through,
+    may_overlap,
+    may_write_directly,
+    routed,
+    transformed,
+    written,
+)
 
 __all__ = [
     "Elementwise",
     "Kernel",
+    "KernelOp",
+    "Reduction",
     "bf16",
     "bool_",
     "elementwise",
@@ -37,6 +50,7 @@ __all__ = [
     "f64",
     "i32",
     "i64",
+    "reduction",
     "struct",
     "u32",
     "u64",
@@ -145,19 +159,32 @@ class Elementwise:
         for (_, name), g, like in zip(self.text.outputs, grads, likes[len(args) :]):
             values[f"d{name}"] = some.new_zeros(like[0], dtype=like[1]) if g is None else g
         wanted = {f"d{name}" for (_, name), need in zip(self.text.inputs, needs) if need}
-        # Where a kernel runs anyway, it writes no copy of what is there already.
-        copies = {name: of for name, of in self.grad.text.copies.items() if name in wanted}
-        computed = wanted - copies.keys() | {of for of in copies.values() if of not in values}
-        if not computed:
-            copies, computed = {}, wanted
-        op = self.grad.of_outputs(frozenset(computed))
-        # An output that of_outputs left out has no gradient.
-        found = op(*(values[name] if name in values else some.new_zeros(()) for _, name in op.text.inputs))
-        values |= zip((name for _, name in op.text.outputs), found if isinstance(found, tuple) else (found,))
+        found = self.grad.of_names(values, wanted, some)
         return [
-            values[copies.get(f"d{name}", f"d{name}")].sum_to_size(like[0]).to(like[1]) if need else None
+            found[f"d{name}"].sum_to_size(like[0]).to(like[1]) if need else None
             for (_, name), like, need in zip(self.text.inputs, likes, needs)
         ]
+
+    def of_names(
+        self, values: Mapping[str, Any], wanted: set[str], like: Tensor, always: bool = True
+    ) -> dict[str, Tensor]:
+        """Those outputs of a gradient's op that are wanted, by name, from inputs by name; what is missing is 0.
+
+        Args:
+            always: Whether a kernel runs where copies of inputs are all that is wanted: those are then returned as they are.
+        """
+        # Where a kernel runs anyway, it writes no copy of what is there already.
+        copies = {name: of for name, of in self.text.copies.items() if name in wanted}
+        computed = wanted - copies.keys() | {of for of in copies.values() if of not in values}
+        if not computed and always:
+            copies, computed = {}, wanted
+        known = dict(values)
+        if computed:
+            op = self.of_outputs(frozenset(computed))
+            # An output that of_outputs left out has no gradient.
+            found = op(*(values[name] if name in values else like.new_zeros(()) for _, name in op.text.inputs))
+            known |= zip((name for _, name in op.text.outputs), found if isinstance(found, tuple) else (found,))
+        return {name: known[copies.get(name, name)] for name in wanted}
 
     def _differentiable(self, grads: Sequence[Tensor | None], args: Sequence[Any], needs: Sequence[bool]) -> list:
         """The same of torch's own ops, which have gradients themselves."""
@@ -201,7 +228,7 @@ def _likes(values: Sequence[Any]) -> Likes:
     return [(value.shape, value.dtype) if isinstance(value, Tensor) else None for value in values]
 
 
-def _require_values(text: Text, args: Sequence[Any]) -> None:
+def _require_values(text: Text | _reduction.Text, args: Sequence[Any]) -> None:
     for (_, name), arg in zip(text.inputs, args):
         if not isinstance(arg, (Tensor, bool, int, float)):
             raise TypeError(f"{text.name}(): argument '{name}' must be a Tensor or a number, not {type(arg).__name__}")
@@ -234,6 +261,226 @@ class _Function(torch.autograd.Function):
         needs = iter(ctx.needs_input_grad)
         wanted = [given is ... and next(needs) for given in ctx.arguments]
         found = op.gradients(grads, args, saved[n:], ctx.likes, wanted)
+        return tuple(g for g, given in zip(found, ctx.arguments) if given is ...)
+
+
+class Reduction:
+    """An op that :func:`reduction` made. Call it with a tensor or a number for each input, ``dim`` and ``keepdim``."""
+
+    key: str  # what stands for it in torch.ops
+
+    def __init__(self, text: _reduction.Text, grad: Elementwise | None, composite: Callable[..., Any] | None = None):
+        wanted = {name for _, name in grad.text.inputs} if grad else set()
+        self.text = text
+        # With the accumulators that the gradient names.
+        self.kept_text = replace(text, kept=tuple(name for _, name in text.accumulators if name in wanted))
+        self.grad = grad
+        self.composite = composite
+        self.kept = {name for _, name in (*text.inputs, *text.outputs) if name in wanted or composite} | {
+            *self.kept_text.kept
+        }
+        self.__name__ = text.name
+        self.key = f"{text.name}_{digest([text.template.source, grad.key if grad else ''])[:12]}"
+        reductions[self.key] = self
+        self.raw = planned(_reduction.planner_of(text))
+        self.raw_kept = planned(_reduction.planner_of(self.kept_text)) if self.kept_text.kept else self.raw
+        op = Op(
+            name=text.name,
+            public=lambda *args: (functools.partial(self, **self._options(args)), args[:-2]),
+            library=self._library,
+            fallback=self._composite,
+            autocast=lambda *args: args,
+            dtypes=None,
+        )
+        self._call = routed(self.raw, type(f"_{text.name}", (_Reduced,), {"op": self}), lambda *args: op)
+
+    def __call__(self, *args: Any, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Any:
+        """The output, or a tuple of them.
+
+        Args:
+            args: Of the inputs, in their order: tensors, or numbers. They broadcast.
+            dim: What is reduced; None or none: everything.
+            keepdim: Whether the reduced dims stay, of size 1.
+        """
+        if len(args) != len(self.text.inputs):
+            names = ", ".join(name for _, name in self.text.inputs)
+            raise TypeError(
+                f"{self.text.name}() takes {len(self.text.inputs)} arguments ({names}), but {len(args)} were given"
+            )
+        _require_values(self.text, args)
+        ndim = max(arg.dim() for arg in args if isinstance(arg, Tensor))
+        dims = _bits(dim, ndim)
+        if compiling():
+            return self._library(*args, dims, keepdim)
+        try:
+            return self._outputs(self._call(*args, dims, bool(keepdim)))
+        except NotImplementedError:  # a dtype without kernels
+            if self.composite is None:
+                raise
+            return self._composite(*args, dims, keepdim)
+
+    def __repr__(self) -> str:
+        pairs = (", ".join(" ".join(pair) for pair in pairs) for pairs in (self.text.inputs, self.text.outputs))
+        return f"tkjit.reduction {self.text.name}({next(pairs)}, dim, keepdim) -> {next(pairs)}"
+
+    @staticmethod
+    def _options(args: Sequence[Any]) -> dict[str, Any]:
+        ndim = max(arg.dim() for arg in args if isinstance(arg, Tensor))
+        return {"dim": tuple(_reduction.reduced_dims(args[-2], ndim)), "keepdim": bool(args[-1])}
+
+    def _composite(self, *args: Any) -> Any:
+        if self.composite is None:
+            raise NotImplementedError(
+                f"{self.text.name}: without a composite= it has no forward-mode derivative, no vmap, and takes plain tensors only"
+            )
+        return self.composite(*args[:-2], **self._options(args))
+
+    def _library(self, *args: Any) -> Any:
+        *given, dims, keepdim = args
+        tensors = [arg for arg in given if isinstance(arg, Tensor)]
+        numbers = [arg for arg in given if not isinstance(arg, Tensor)]
+        kinds = "".join("t" if isinstance(arg, Tensor) else "n" for arg in given)
+        return self._outputs(_reduction_op(self.key, kinds, tensors, numbers, dims, keepdim))
+
+    def _outputs(self, found: Any) -> Any:
+        """Without the accumulators that are kept."""
+        n = len(self.text.outputs)
+        return found if isinstance(found, Tensor) else found[0] if n == 1 else tuple(found[:n])
+
+    @property
+    def names(self) -> list[str]:
+        """Of the inputs, the outputs, and the accumulators that are kept."""
+        return [*(name for _, name in (*self.text.inputs, *self.text.outputs)), *self.kept_text.kept]
+
+    def saved(self, args: Sequence[Any], outs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of all that has a name, the tensors, or None for those that no gradient needs."""
+        named = zip(self.names, (*args, *outs))
+        return [value if name in self.kept else None for name, value in named if isinstance(value, Tensor)]
+
+    def gradients(
+        self,
+        grads: Sequence[Tensor | None],
+        args: Sequence[Any],
+        outs: Sequence[Any],
+        dims: int,
+        likes: Likes,
+        needs: Sequence[bool],
+    ) -> list:
+        """Of each argument; None for numbers and where none is needed. Of what is named only what is kept is there.
+
+        likes: shape and dtype of each argument.
+        """
+        grads = grads[: len(self.text.outputs)]
+        again = torch.is_grad_enabled()
+        shape = torch.broadcast_shapes(*(like[0] for like in likes if like))
+        gone = _reduction.reduced_dims(dims, len(shape))
+        column = _reduction.reduced_shape(shape, gone, True)
+        if self.composite is not None and (again or self.grad is None):
+            return self._through_composite(grads, args, gone, column, needs)
+        if self.grad is None:
+            raise RuntimeError(f"{self.text.name}: it has no gradient; give reduction() a grad=")
+        some = next((g for g in grads if g is not None), None)
+        if some is None:
+            return [None] * len(needs)
+        values: dict[str, Any] = dict(zip(self.names, args))
+        count = 1
+        for d in gone:
+            count = count * shape[d]
+        # Of shapes that are traced as symbols it is one: a tensor then.
+        values["count"] = count if isinstance(count, int) else some.new_full((), count, dtype=torch.int64)
+        for name, out in zip(self.names[len(args) :], outs):
+            if out is not None:
+                once = again and name in self.kept_text.kept
+                values[name] = _Once.apply(out.reshape(column), self.text.name) if once else out.reshape(column)
+        for (_, name), g in zip(self.text.outputs, grads):
+            values[f"d{name}"] = some.new_zeros(()) if g is None else g.reshape(column)
+        if any(name == "index" for _, name in self.grad.text.inputs):
+            places = torch.arange(count, device=some.device)
+            values["index"] = places.reshape([n if d in gone else 1 for d, n in enumerate(shape)])
+        wanted = {f"d{name}" for (_, name), need in zip(self.text.inputs, needs) if need}
+        found = self.grad.of_names(values, wanted, some, always=False)
+        return [
+            found[f"d{name}"].expand(shape).sum_to_size(like[0]).to(like[1]) if need else None
+            for (_, name), like, need in zip(self.text.inputs, likes, needs)
+        ]
+
+    def _through_composite(
+        self,
+        grads: Sequence[Tensor | None],
+        args: Sequence[Any],
+        gone: Sequence[int],
+        column: Sequence[int],
+        needs: Sequence[bool],
+    ) -> list:
+        where = [i for i, need in enumerate(needs) if need]
+        given = [i for i, g in enumerate(grads) if g is not None]
+
+        def outputs(*tensors: Tensor) -> list[Tensor]:
+            all_args = list(args)
+            for i, tensor in zip(where, tensors):
+                all_args[i] = tensor
+            found = self.composite(*all_args, dim=tuple(gone), keepdim=True)  # type: ignore[misc]
+            found = found if isinstance(found, tuple) else (found,)
+            return [found[i] for i in given]
+
+        upstream = [grads[i].reshape(column) for i in given]  # type: ignore[union-attr]
+        made = iter(gradients_through(outputs, [args[i] for i in where], upstream))
+        return [next(made) if need else None for need in needs]
+
+
+reductions: dict[str, Reduction] = {}  # by key
+
+
+def _bits(dim: int | Sequence[int] | None, ndim: int) -> int:
+    """The reduced dims, a bit each. Raises what torch raises."""
+    dims = () if dim is None else (dim,) if not isinstance(dim, (tuple, list)) else dim
+    found = 0
+    for d in dims:
+        bit = 1 << canonical(d, ndim)
+        if found & bit:
+            raise RuntimeError(f"dim {d} appears multiple times in the list of dims")
+        found |= bit
+    return found or (1 << max(ndim, 1)) - 1
+
+
+class _Once(torch.autograd.Function):
+    """An accumulator, which has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, accumulator, name):
+        ctx.name = name
+        return accumulator.view_as(accumulator)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(f"{ctx.name}: a grad= that names accumulators has no second derivative without composite=")
+
+
+class _Reduced(torch.autograd.Function):
+    """Of one reduction: its class attribute ``op``."""
+
+    op: Reduction
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        op = type(ctx)._forward_cls.op
+        args = filled(ctx.arguments, tensors)
+        found = op.raw_kept(*args)
+        outs = found if isinstance(found, tuple) else (found,)
+        ctx.likes = _likes(args[:-2])
+        ctx.save_for_backward(*op.saved(args[:-2], outs))
+        ctx.set_materialize_grads(False)
+        return outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op = type(ctx)._forward_cls.op
+        saved = ctx.saved_tensors
+        n = sum(given is ... for given in ctx.arguments)
+        args = filled(ctx.arguments, saved[:n])
+        needs = iter(ctx.needs_input_grad)
+        wanted = [given is ... and next(needs) for given in ctx.arguments[:-2]]
+        found = op.gradients(grads, args[:-2], saved[n:], args[-2], ctx.likes, wanted)
         return tuple(g for g, given in zip(found, ctx.arguments) if given is ...)
 
 
@@ -286,6 +533,51 @@ _op = define(
     fake=_fake,
     setup_context=_setup,
     backward=_backward,
+)
+
+
+def _run_reduction(
+    key: str, kinds: str, tensors: list[Tensor], numbers: list, dims: int, keepdim: bool
+) -> list[Tensor]:
+    found = reductions[key].raw_kept(*_arguments(kinds, tensors, numbers), dims, keepdim)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def _fake_reduction(
+    key: str, kinds: str, tensors: list[Tensor], numbers: list, dims: int, keepdim: bool
+) -> list[Tensor]:
+    text = reductions[key].kept_text
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    specs = [Spec(str(t.dtype).removeprefix("torch."), (1,) * t.dim(), (1,) * t.dim(), -1, 16) for t in tensors]
+    dtypes = _reduction.output_dtypes(text, _reduction.types_of(text, _arguments(kinds, specs, numbers)))
+    made = _reduction.reduced_shape(shape, _reduction.reduced_dims(dims, len(shape)), keepdim)
+    return [tensors[0].new_empty(made, dtype=getattr(torch, dtype)) for dtype in dtypes]
+
+
+def _setup_reduction(ctx, inputs, output):
+    ctx.key, ctx.kinds, tensors, ctx.numbers, ctx.dims, _ = inputs
+    ctx.n = len(tensors)
+    args = _arguments(ctx.kinds, tensors, ctx.numbers)
+    ctx.likes = _likes(args)
+    ctx.save_for_backward(*reductions[ctx.key].saved(args, output))
+
+
+def _backward_reduction(ctx, grads):
+    saved = ctx.saved_tensors
+    args = _arguments(ctx.kinds, saved[: ctx.n], ctx.numbers)
+    needs = iter(ctx.needs_input_grad[2])
+    wanted = [kind == "t" and next(needs) for kind in ctx.kinds]
+    found = reductions[ctx.key].gradients(grads, args, saved[ctx.n :], ctx.dims, ctx.likes, wanted)
+    gradients = [g for g, kind in zip(found, ctx.kinds) if kind == "t"]
+    return None, None, gradients, None if ctx.numbers else [], None, None
+
+
+_reduction_op = define(
+    "reduction(str op, str kinds, Tensor[] tensors, Scalar[] numbers, int dims, bool keepdim) -> Tensor[]",
+    run=_run_reduction,
+    fake=_fake_reduction,
+    setup_context=_setup_reduction,
+    backward=_backward_reduction,
 )
 
 
@@ -351,10 +643,13 @@ def elementwise(
     return Elementwise(parsed, grad, composite, public)
 
 
-def _gradient_op(text: Text, grad: str) -> Elementwise:
-    """The op of a gradient's text: its names have the types that the op's own have."""
+def _gradient_op(
+    text: Text | _reduction.Text, grad: str, more: Mapping[str, str] | None = None, maker: str = "elementwise"
+) -> Elementwise:
+    """The op of a gradient's text: its names have the types that the op's own have; ``more``: name -> type of others."""
     kinds = {name: kind for kind, name in (*text.inputs, *text.outputs)}
     kinds |= {f"d{name}": kind for name, kind in tuple(kinds.items())}
+    kinds |= more or {}
     named = Text.of(grad, None, None, text.preamble, f"{text.name}_grad")
     outs = [
         (kinds[what], what)
@@ -363,8 +658,83 @@ def _gradient_op(text: Text, grad: str) -> Elementwise:
     ]
     ins = [(kinds.get(what, ""), what) for _, what in named.inputs if what not in {n for _, n in outs}]
     if unknown := [what for kind, what in ins if not kind]:
-        raise ValueError(f"elementwise(): grad names {', '.join(unknown)}, which is no input, output or d + output")
-    return Elementwise(replace(named, inputs=tuple(ins), outputs=tuple(outs)), None)
+        raise ValueError(f"{maker}(): grad names {', '.join(unknown)}, which is no input, output or d + output")
+    # A letter that no input has: the output is converted to what it belongs to in any case.
+    letters = {kind for kind, _ in ins}
+    other = {kind for kind, _ in outs if _elementwise.is_letter(kind)} - letters if ins else set()
+    body = "".join(f"using {kind} = {_elementwise.value_of(ins[0][0])}; " for kind in sorted(other)) + named.body
+    outs = [(ins[0][0] if kind in other else kind, what) for kind, what in outs]
+    return Elementwise(replace(named, body=body, inputs=tuple(ins), outputs=tuple(outs)), None)
+
+
+def reduction(
+    map: str,
+    combine: str,
+    *,
+    identity: str | None = None,
+    finish: str | None = None,
+    inputs: str | None = None,
+    accumulators: str = "A a",
+    outputs: str | None = None,
+    grad: str | Elementwise | None = None,
+    preamble: str = "",
+    name: str | None = None,
+    composite: Callable[..., Any] | None = None,
+) -> Reduction:
+    """An op that reduces dims of its inputs: each element is mapped to accumulators, and accumulators are combined.
+
+        norm = tkjit.reduction("A(x) * x", "a + b", identity="0", finish="sqrt(a)", grad="T dx = y == T(0) ? T(0) : dy * x / y")
+        y = norm(x, dim=-1)  # any shape, strides and dtype; differentiable
+
+        largest = tkjit.reduction(
+            "x, index",
+            "b.value > a.value || (b.value == a.value && b.place < a.place) ? b : a",
+            accumulators="T value, i64 place", finish="value, place", outputs="T y, i64 argmax",
+            grad="T dx = index == argmax ? dy : T(0)",
+        )
+        y, argmax = largest(x, dim=(0, 2), keepdim=True)
+
+    Every text but ``grad`` is CUDA: an expression for each thing that it makes, separated by commas; or statements that
+    ``return`` it, in braces if there are several.
+
+    Args:
+        map: The accumulators of one element, from the inputs' names, and ``index``, its place among those it is reduced with, in
+            row-major order.
+        combine: The accumulators of two sets of elements: ``a`` and ``b`` are those of each, numbers where there is one
+            accumulator, else structs of them. Must be associative and commutative, as far as the result's roundings don't matter.
+        identity: The accumulators of no element, with which others stay as they are. Without it, an empty dim can't be reduced.
+        finish: The outputs, from the accumulators' names and ``count``, how many elements were reduced. By default the only
+            accumulator.
+        inputs: Their types and names, as :func:`elementwise` has them; by default what ``map`` names.
+        accumulators: Types and names. ``A`` is what sums are kept in: float, double where an input is, a 64-bit integer where all
+            are whole numbers or bool.
+        outputs: Types and names; by default ``y``, of the first input's type.
+        grad: The gradient's text or op as in :func:`elementwise`: what each element's gradient is. It may name inputs, outputs,
+            accumulators, ``index``, ``count``, and ``d`` + name of an output.
+        preamble: Functions for the texts.
+        name: For messages.
+        composite: The same function of torch's own ops, with ``dim`` (a tuple) and ``keepdim``: for second derivatives,
+            forward-mode AD, vmap, tensors without plain memory, and, without ``grad``, the gradient.
+
+    Returns:
+        A function of a tensor or a number for each input, which broadcast, ``dim=None`` (an int, several, or all) and
+        ``keepdim=False``. Outputs are contiguous.
+
+    Raises:
+        ValueError: Texts or declarations that can't be read.
+        CompileError: At the first call, with the text's own line numbers, where it is no CUDA.
+        IndexError: At a call: a dim that isn't there, or that is empty where there is no identity.
+        RuntimeError: At a call: shapes that don't broadcast, a dim named twice; at a backward, without ``grad`` and composite.
+
+    The order of combining is fixed by shape, strides and alignment: the same bits every time, and no atomics. NaN does what the
+    texts do with it. float16 and bfloat16 are float in the texts, and results are rounded once. ``kFast`` and CUDA's functions
+    are as in :func:`elementwise`. Works under torch.compile, in CUDA graphs, and for CPU tensors through the emulator.
+    """
+    text = _reduction.Text.of(map, combine, identity, finish, inputs, accumulators, outputs, preamble, name)
+    if isinstance(grad, str):
+        more = {what: "A" if _elementwise.is_letter(kind) else kind for kind, what in text.accumulators}
+        grad = _gradient_op(text, grad, {**more, "count": "i64", "index": "i64"}, "reduction")
+    return Reduction(text, grad, composite)
 
 
 # --- raw kernels -----------------------------------------------------------------------------------------------------
@@ -464,7 +834,7 @@ class Kernel:
         CompileError: At the first launch, with the text's own line numbers.
 
     For CPU tensors the kernel runs through the emulator: ``TKJIT_EMULATE_CHECK=1`` finds its races and what it reads or writes
-    outside the tensors. A launch has no gradient: for that, call it in an autograd.Function, or use :func:`elementwise`.
+    outside the tensors. ``printf`` prints. A launch has no gradient: for that, see :meth:`op`.
     """
 
     def __init__(
@@ -558,6 +928,31 @@ class Kernel:
         run(0 if len(self.candidates) == 1 else self._best(grid, block, args, out, run), args)
         written(*out)
 
+    def op(
+        self,
+        outputs: Callable[..., Any],
+        launch: Callable[..., Mapping[str, Any]],
+        backward: Callable[..., Any] | None = None,
+    ) -> KernelOp:
+        """A function of tensors and numbers that makes its outputs with this kernel: differentiable, whole under torch.compile.
+
+            double = tkjit.Kernel(SCALE, "scale", T=torch.float32, BLOCK=256).op(
+                outputs=torch.empty_like,
+                launch=lambda y, x: dict(grid=-(-x.numel() // 256), block=256, args=(y, x, tkjit.f32(2), tkjit.i64(x.numel()))),
+                backward=lambda dy, x, y: double(dy),
+            )
+            y = double(x)
+
+        Args:
+            outputs: Arguments -> a new tensor, or several, for the kernel to fill. Also called with fake tensors.
+            launch: Outputs, arguments -> what :meth:`launch` takes, as a dict. The kernel writes to no argument.
+            backward: The outputs' gradients, arguments, outputs -> a gradient, or None, for each tensor among the arguments. An
+                output that nothing depends on has a gradient of 0. Made of ops with gradients it has one itself.
+
+        Tensors are given to all three contiguous, copied where they are not: gradients often are expanded from fewer elements.
+        """
+        return KernelOp(self, outputs, launch, backward)
+
     def _best(self, grid: Any, block: Any, args: Sequence[Any], out: Sequence[Tensor], run: Callable[..., None]) -> int:
         if any(isinstance(a, Struct) for a in args):
             raise NotImplementedError(f"{self.name}: candidates are not tried on what a struct points to; give one")
@@ -592,6 +987,79 @@ class Kernel:
         best = _raw.fastest(fields, self.candidates, device, trial, lambda i: run(i, given), wait)
         self._chosen[key] = best
         return best
+
+
+class KernelOp:
+    """An op that :meth:`Kernel.op` made. Call it with tensors and numbers."""
+
+    def __init__(self, kernel: Kernel, outputs: Callable, launch: Callable, backward: Callable | None) -> None:
+        self.kernel, self.outputs, self.launch, self.backward = kernel, outputs, launch, backward
+        # The same in every process that makes the same ops: torch.compile keeps graphs on disk.
+        parts = [kernel.source, repr(kernel.candidates), *map(_identity, (outputs, launch, backward))]
+        key = f"{kernel.name}_{digest(parts)[:12]}"
+        self.key = f"{key}_{sum(other.startswith(key) for other in kernel_ops)}"
+        kernel_ops[self.key] = self
+
+    def __call__(self, *args: Any) -> Any:
+        kinds = "".join("t" if isinstance(arg, Tensor) else "n" for arg in args)
+        tensors = [arg.contiguous() for arg in args if isinstance(arg, Tensor)]
+        found = _kernel_op(self.key, kinds, tensors, [arg for arg in args if not isinstance(arg, Tensor)])
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def __repr__(self) -> str:
+        return f"tkjit.Kernel {self.kernel.name} as an op"
+
+
+kernel_ops: dict[str, KernelOp] = {}  # by key
+
+
+def _identity(function: Callable | None) -> str:
+    """What a function's text is, roughly: its name and its code."""
+    code = getattr(function, "__code__", None)
+    return f"{getattr(function, '__qualname__', '')} {code and code.co_code.hex()} {code and code.co_names}"
+
+
+def _as_list(found: Any) -> list:
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def _run_kernel(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
+    op, args = kernel_ops[key], _arguments(kinds, tensors, numbers)
+    with torch.no_grad():
+        outs = _as_list(op.outputs(*args))
+        op.kernel.launch(**op.launch(*outs, *args))
+    return outs
+
+
+def _fake_kernel(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
+    return _as_list(kernel_ops[key].outputs(*_arguments(kinds, tensors, numbers)))
+
+
+def _setup_kernel(ctx, inputs, output):
+    ctx.key, ctx.kinds, tensors, ctx.numbers = inputs
+    ctx.n = len(tensors)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward_kernel(ctx, grads):
+    op, saved = kernel_ops[ctx.key], ctx.saved_tensors
+    if op.backward is None:
+        raise RuntimeError(f"{op.kernel.name}: it has no gradient; give op() a backward=")
+    outs = saved[ctx.n :]
+    given = [torch.zeros_like(out) if g is None else g.contiguous() for g, out in zip(grads, outs)]
+    found = _as_list(op.backward(*given, *_arguments(ctx.kinds, saved[: ctx.n], ctx.numbers), *outs))
+    if len(found) != ctx.n:
+        raise RuntimeError(f"{op.kernel.name}: its backward gives {len(found)} gradients for {ctx.n} tensors")
+    return None, None, found, None if ctx.numbers else []
+
+
+_kernel_op = define(
+    "kernel(str op, str kinds, Tensor[] tensors, Scalar[] numbers) -> Tensor[]",
+    run=_run_kernel,
+    fake=_fake_kernel,
+    setup_context=_setup_kernel,
+    backward=_backward_kernel,
+)
 
 
 def _copied(t: Tensor) -> Tensor:

@@ -194,7 +194,11 @@ def _forward(
     tensors = (y, h, stats, inputs[0][0], inputs[1][0] if h else None, *parameters)
     more = (f64(eps) if x.dtype == "float64" else f32(eps),)
     types = dict(
-        **_types(x, weight, zero), B=bias.dtype if bias else x.dtype, kBias=bias is not None, kRms=rms, kAdd=h is not None
+        **_types(x, weight, zero),
+        B=bias.dtype if bias else x.dtype,
+        kBias=bias is not None,
+        kRms=rms,
+        kAdd=h is not None,
     )
     row = _forward_kernel(layout, device_of(x))
     if row is not None:

@@ -3,6 +3,7 @@
 #pragma once
 extern "C" {
 #include "tk/emu/abi.cuh"
+int printf(const char* format, ...);
 }
 
 #define __device__

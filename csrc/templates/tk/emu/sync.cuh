@@ -5,6 +5,7 @@ namespace tk {
 
 TK_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 TK_DEVICE double shuffle_xor(double v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+TK_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
 template <int kWidth>
 TK_DEVICE uint32_t shuffle(uint32_t v, int from) { return __shfl_sync(0xffffffffu, v, from, kWidth); }

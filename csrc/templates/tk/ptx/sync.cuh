@@ -6,6 +6,7 @@ namespace tk {
 // The value of the lane whose number differs in the bits of `mask`. All 32 lanes call it together.
 TK_DEVICE float shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 TK_DEVICE double shuffle_xor(double v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+TK_DEVICE uint32_t shuffle_xor(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 
 // The value of lane `from` of each group of kWidth lanes. All 32 lanes call it together.
 template <int kWidth>
