@@ -126,7 +126,8 @@ _softplus = _activation(
 def _applied(op: Elementwise, x: Tensor, inplace: bool, *numbers: float) -> Tensor:
     _require_tensor(op.text.name, x)
     if type(x) is Tensor and x.dtype not in FLOATING:
-        return refusing_as(op.text.name, op.composite, x, *numbers)  # type: ignore[arg-type]
+        function: Any = functools.partial(op.composite, inplace=True) if inplace else op.composite  # type: ignore[arg-type]
+        return refusing_as(op.text.name, function, x, *numbers)
     return op.in_place(x, *numbers) if inplace else op(x, *numbers)
 
 
