@@ -327,7 +327,7 @@ def replace(model: nn.Module) -> dict[str, str]:
     Raises:
         TypeError: ``model`` is no module.
 
-    TorchScript doesn't compile these, and FX traces into them: :func:`restore` first.
+    TorchScript and FX don't read these: :func:`restore` first.
     """
     return _turned("replace", model, _OURS)
 

@@ -126,8 +126,8 @@ _softplus = _activation(
 def _applied(op: Elementwise, x: Tensor, inplace: bool, *numbers: float) -> Tensor:
     _require_tensor(op.text.name, x)
     if type(x) is Tensor and x.dtype not in FLOATING:
-        function: Any = functools.partial(op.composite, inplace=True) if inplace else op.composite  # type: ignore[arg-type]
-        return refusing_as(op.text.name, function, x, *numbers)
+        torchs: Any = op.composite
+        return refusing_as(op.text.name, functools.partial(torchs, inplace=True) if inplace else torchs, x, *numbers)
     return op.in_place(x, *numbers) if inplace else op(x, *numbers)
 
 
