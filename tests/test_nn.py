@@ -175,7 +175,7 @@ def test_dropout_drops_in_training_only(place: str) -> None:
     y = module(x)
     assert set(y.unique().tolist()) == {0.0, 2.0} and module.eval()(x) is x
     for cls in (ours.Dropout, nn.Dropout):
-        with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1, but got 1.5"):
+        with pytest.raises(ValueError, match="dropout probability has to be between 0 and 1"):
             cls(1.5)
 
 
@@ -279,7 +279,7 @@ def test_an_encoder_layer_uses_its_parts_in_inference_too(place: str, norm_first
         with torch.no_grad():
             assert_close(mine.eval()(x, **call), theirs.eval()(x, **call), rtol=1e-4, atol=1e-5)
     assert len(attentions) == len(masks)
-    assert_alike(mine.train(), theirs.train(), x)
+    assert_alike(pickle.loads(pickle.dumps(mine.train())), theirs.train(), x)
 
 
 def test_padded_batches_that_torchs_encoder_nests(place: str) -> None:
@@ -335,7 +335,7 @@ def test_the_model_itself_and_shared_modules_change_once() -> None:
     shared = nn.ReLU()
     model = nn.Sequential(shared, nn.Sequential(nn.Linear(2, 2), shared))
     assert ours.replace(model) == {"0": "ReLU"} and model[1][1] is shared and type(shared) is ours.ReLU
-    with pytest.raises(TypeError, match="must be a torch.nn.Module, not dict"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not dict"):
         ours.replace({})  # type: ignore[arg-type]
 
 
@@ -392,6 +392,15 @@ def test_in_place_compiles_whole(place: str) -> None:
     module = ours.SiLU(inplace=True)
     compiled = torch.compile(lambda x: module(x * 2) + 1, fullgraph=True, backend="aot_eager")
     assert_alike(compiled, lambda x: F.silu(x * 2) + 1, torch.randn(4, 8, device=place))
+
+
+def test_dropouts_of_several_probabilities_compile_whole(place: str) -> None:
+    x = torch.ones(64, 64, device=place, requires_grad=True)
+    for p in (0.0, 0.25, 0.5):  # from the second on torch.compile has a symbol for it
+        y = torch.compile(ours.Dropout(p), fullgraph=True, backend="aot_eager")(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(dx, y.detach()) and abs((dx == 0).float().mean() - p) < 0.05
+        assert dx.max().item() == pytest.approx(1 / (1 - p))
 
 
 def test_a_model_compiled_before_is_compiled_anew() -> None:

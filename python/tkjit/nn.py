@@ -313,9 +313,9 @@ def replace(model: nn.Module) -> dict[str, str]:
     else refers to them (an optimizer, another name in the model) are not touched. ``state_dict()`` keeps its names.
 
     Only what is exactly of torch's class changes. Subclasses stay, since their ``forward`` is their own, and so do modules with
-    a ``forward`` set on the object, scripted, quantized and lazy ones, and those sharded by ``fully_shard``, which gives them
-    classes: replace first. RMSNorms of other libraries (LlamaRMSNorm) stay too: they round elsewhere. What a model calls as a
-    function is not seen; for attention there is :func:`tkjit.attention.enable`.
+    a ``forward`` set on the object, scripted and quantized ones, and those sharded by ``fully_shard``, which gives them classes
+    of its own: replace first. RMSNorms of other libraries (LlamaRMSNorm) stay too: they round elsewhere. What a model calls as
+    a function is not seen; for attention there is :func:`tkjit.attention.enable`.
 
     Args:
         model: Any module.
