@@ -66,8 +66,8 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimensions, those of ``normalized_shape``.
 
-    ``torch.nn.RMSNorm`` by :func:`tkjit.rms_norm`. Rounded once: of weights and inputs in two bytes, other modules of this name
-    round the normalized value first (Llama's in the transformers library).
+    ``torch.nn.RMSNorm`` by :func:`tkjit.rms_norm`. Rounded once, at the end; LlamaRMSNorm of the transformers library rounds
+    before the weight, too.
     """
 
     def forward(self, x: Tensor) -> Tensor:
