@@ -144,7 +144,7 @@ def test_softmax_without_a_dim_warns_the_caller_and_takes_torchs(place: str, sha
     for name in ("Softmax", "LogSoftmax"):
         with pytest.warns(UserWarning, match="Implicit dimension choice") as caught:
             y = getattr(ours, name)()(x)
-        assert caught[0].filename == __file__
+        assert caught[0].filename == __file__ and len(caught) == 1
         with pytest.warns(UserWarning, match="Implicit dimension choice"):
             assert_close(y, getattr(nn, name)()(x))
 
@@ -385,6 +385,11 @@ def test_a_model_compiles_whole(place: str) -> None:
         return loss(model(x)[:, 0], target)
 
     assert_alike(torch.compile(whole, fullgraph=True, backend="aot_eager"), whole, x)
+
+
+def test_softmax_without_a_dim_compiles_whole(place: str) -> None:
+    compiled = torch.compile(ours.Softmax(), fullgraph=True, backend="aot_eager")
+    assert_alike(compiled, lambda x: x.softmax(1), torch.randn(4, 8, device=place))
 
 
 def test_in_place_compiles_whole(place: str) -> None:

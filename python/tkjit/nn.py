@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
+from ._torch import compiling
 from .ops.attention import scaled_dot_product_attention
 from .ops.cross_entropy import cross_entropy
 from .ops.dropout import dropout
@@ -97,8 +99,11 @@ class LogSoftmax(nn.LogSoftmax):
 def _dim(module: Any, name: str, input: Tensor) -> int:
     if module.dim is not None:
         return module.dim
-    # The warning is for the line that calls the module: behind this function, forward and two of nn.Module's.
-    return F._get_softmax_dim(name, input.dim(), 6)  # type: ignore[attr-defined]
+    if not compiling():  # torch.compile doesn't warn
+        # For the line that calls the module: behind this function, forward and two of nn.Module's.
+        message = f"Implicit dimension choice for {name} has been deprecated. Change the call to include dim=X as an argument."
+        warnings.warn(message, stacklevel=5)
+    return 0 if input.dim() in (0, 1, 3) else 1
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
