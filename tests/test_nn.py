@@ -387,6 +387,16 @@ def test_a_model_compiles_whole(place: str) -> None:
     assert_alike(torch.compile(whole, fullgraph=True, backend="aot_eager"), whole, x)
 
 
+def test_attention_with_masks_compiles_whole(place: str) -> None:
+    module, x = ours.MultiheadAttention(8, 2, batch_first=True, device=place), torch.randn(2, 5, 8, device=place)
+    call = {"key_padding_mask": PADDING.to(place), "attn_mask": CAUSAL.to(place) < 0, "need_weights": False}
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert_alike(lambda x: compiled(x, x, x, **call), lambda x: module(x, x, x, **call), x)
+    for run in (module, compiled):
+        with pytest.raises((AssertionError, RuntimeError), match=r"shape\[1\] to be 5, but got 4"):
+            run(x, x, x, **call | {"key_padding_mask": call["key_padding_mask"][:, 1:]})
+
+
 def test_softmax_without_a_dim_compiles_whole(place: str) -> None:
     compiled = torch.compile(ours.Softmax(), fullgraph=True, backend="aot_eager")
     assert_alike(compiled, lambda x: x.softmax(1), torch.randn(4, 8, device=place))

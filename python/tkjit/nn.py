@@ -216,9 +216,17 @@ class ReGLU(nn.Module):
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
+def _check_padding(mask: Tensor, keys: int, batch: int) -> None:
+    """As torch's, whose message torch.compile reads in torch's module alone."""
+    for dim, size in enumerate((batch, keys)):
+        if mask.shape[dim] != size:
+            raise AssertionError(f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {mask.shape[dim]}")
+
+
 def _with_our_attention(function: Any) -> Callable[..., Any]:
     """A function of torch.nn.functional in which ``scaled_dot_product_attention`` is tkjit's, for it alone."""
-    names = {**function.__globals__, "scaled_dot_product_attention": scaled_dot_product_attention}
+    names = dict(function.__globals__)
+    names |= {"scaled_dot_product_attention": scaled_dot_product_attention, "_check_key_padding_mask": _check_padding}
     # By it torch.compile would look the names up in torch's module.
     del names["__name__"]
     return types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
