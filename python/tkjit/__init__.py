@@ -13,7 +13,7 @@ from ._core import __version__
 from ._errors import CompileError, DeviceError, EmulatorError, Error, LaunchError
 
 if TYPE_CHECKING:
-    from . import attention, cache, optim
+    from . import attention, cache, nn, optim
     from ._warmup import warmup
     from .kernel import Kernel, bf16, bool_, elementwise, f16, f32, f64, i32, i64, reduction, struct, u32, u64
     from .ops.attention import scaled_dot_product_attention
@@ -64,6 +64,7 @@ _LAZY = {
     "log_softmax": "ops.softmax",
     "mish": "ops.pointwise",
     "mul": "ops.pointwise",
+    "nn": "nn",
     "optim": "optim",
     "reduction": "kernel",
     "reglu": "ops.pointwise",
@@ -113,6 +114,7 @@ __all__ = [
     "log_softmax",
     "mish",
     "mul",
+    "nn",
     "optim",
     "reduction",
     "reglu",

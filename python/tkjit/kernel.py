@@ -230,7 +230,7 @@ def _likes(values: Sequence[Any]) -> Likes:
 
 def _require_values(text: Text | _reduction.Text, args: Sequence[Any]) -> None:
     for (_, name), arg in zip(text.inputs, args):
-        if not isinstance(arg, (Tensor, bool, int, float)):
+        if not isinstance(arg, (Tensor, bool, int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"{text.name}(): argument '{name}' must be a Tensor or a number, not {type(arg).__name__}")
     if not any(isinstance(arg, Tensor) for arg in args):
         raise TypeError(f"{text.name}(): one argument at least must be a Tensor")

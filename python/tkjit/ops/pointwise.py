@@ -126,7 +126,8 @@ _softplus = _activation(
 def _applied(op: Elementwise, x: Tensor, inplace: bool, *numbers: float) -> Tensor:
     _require_tensor(op.text.name, x)
     if type(x) is Tensor and x.dtype not in FLOATING:
-        return refusing_as(op.text.name, op.composite, x, *numbers)  # type: ignore[arg-type]
+        torchs: Any = op.composite
+        return refusing_as(op.text.name, functools.partial(torchs, inplace=True) if inplace else torchs, x, *numbers)
     return op.in_place(x, *numbers) if inplace else op(x, *numbers)
 
 
