@@ -116,7 +116,7 @@ def _slow(op: Op, core: _core.Planned | Composed, args: tuple) -> Any:
     if transformed() or torch.jit.is_tracing() or any(map(_is_torchs_business, tensors)):
         return op.fallback(*args)
     device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if autocasting(device):
         with torch.autocast(device, enabled=False):
             return core.call(*op.autocast(*args))
     _check(op, tensors)
@@ -130,6 +130,11 @@ def _slow(op: Op, core: _core.Planned | Composed, args: tuple) -> Any:
 def transformed() -> bool:
     """Inside vmap, grad or another functorch transform, or with a forward-mode level open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def autocasting(device: str) -> bool:
+    """Whether torch's autocast is on for a type of device; some have none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
