@@ -561,11 +561,11 @@ def linear_cross_entropy(
         RuntimeError: shapes, dtypes or devices don't belong together, or ``label_smoothing`` is outside 0 to 1.
 
     Same as ``torch.nn.functional.linear_cross_entropy`` of torch 2.13, which has ``options`` and no leading dims. The logits are
-    there for some rows at a time, of many rows for a 21st. With ``"mean"`` and ``"sum"`` the forward computes the gradients, and the
-    backward multiplies them by the upstream gradient unless that is 1. With ``"none"``, and for the gradient of ``lse``, the
-    backward makes the logits again. Second derivatives, transforms and forward-mode derivatives are those of torch's own ops, with
-    all of the logits. Of float16 the gradients are kept in float32 between forward and backward, for a loss scale to find the
-    small ones.
+    there for some rows at a time, of many rows for a 21st. With ``"mean"`` and ``"sum"`` the forward computes the gradients, and
+    the backward multiplies them by the upstream gradient unless that is 1. With ``"none"``, and for the gradient of ``lse``, the
+    backward makes the logits again. Second derivatives, transforms and forward-mode derivatives are those of torch's own ops,
+    with all of the logits. Of float16 the gradients are kept in float32 between forward and backward, for a loss scale to find
+    the small ones.
     """
     given = {
         "input": input,
