@@ -146,6 +146,16 @@ def test_input_has_any_leading_dims(place: str):
         torch.testing.assert_close(loss, F.cross_entropy(F.linear(x[0], w), target[0], reduction=reduction))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=["bf16", "fp32"])
+def test_gradient_over_the_logits_of_rows_through_rings_and_of_clusters(
+    dtype: torch.dtype, few_multiprocessors, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "FEWEST", 30)
+    with emulating("sm_90a"):
+        for n, classes in ((40, 2048), (40, 1003), (3, 33024)):
+            judged(given(dtype, "cpu", n, 4, classes), module._reference)
+
+
 def test_many_chunks_of_bfloat16_lose_no_more_than_said(place: str, monkeypatch: pytest.MonkeyPatch):
     """The figures of the module's docstring: 22 chunks, against float64."""
     monkeypatch.setattr(module, "FEWEST", 64)

@@ -143,20 +143,15 @@ class _Gradients:
         cls, x: Tensor, linear_weight: Tensor, needs: int, unit: float, acc: torch.dtype | None, early: bool
     ) -> _Gradients:
         """early: the upstream gradient isn't known yet."""
-        wide = torch.promote_types(linear_weight.dtype, acc or linear_weight.dtype)
-        half = x.dtype == torch.float16
+
+        def made(like: Tensor, dtype: torch.dtype, bit: int) -> Tensor | None:
+            return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format) if needs & bit else None
+
+        half, wide = x.dtype == torch.float16, accumulator(x.dtype)
         return cls(
-            torch.empty_like(
-                x, dtype=torch.float32 if half and early else x.dtype, memory_format=torch.contiguous_format
-            )
-            if needs & INPUT
-            else None,
-            torch.empty_like(
-                linear_weight, dtype=torch.float32 if half else wide, memory_format=torch.contiguous_format
-            )
-            if needs & WEIGHT
-            else None,
-            x.new_zeros(linear_weight.shape[0], dtype=accumulator(x.dtype)) if needs & BIAS else None,
+            made(x, wide if half and early else x.dtype, INPUT),
+            made(linear_weight, wide if half or acc else linear_weight.dtype, WEIGHT),
+            x.new_zeros(linear_weight.shape[0], dtype=wide) if needs & BIAS else None,
             unit,
         )
 
@@ -237,13 +232,11 @@ def _forward(x, linear_weight, target, bias, weight, *rest, needs=0):
     """The loss, lse, and the gradients for an upstream gradient of 1 (None where they aren't needed, or not known by that)."""
     *loss, dtype, acc, _ = rest
     reduction = loss[1]
-    dtype = dtype or x.dtype
-    losses, lse, total, found = _run(
-        x, linear_weight, target, bias, weight, tuple(loss), acc, 0 if reduction == NONE else needs
-    )
+    needs = 0 if reduction == NONE else needs
+    losses, lse, total, found = _run(x, linear_weight, target, bias, weight, tuple(loss), acc, needs)
     if reduction != NONE:
         losses = losses.sum() if total is None else losses.sum() / total[0]
-    return losses.to(dtype), lse, (found.input, found.weight, found.bias)
+    return losses.to(dtype or x.dtype), lse, (found.input, found.weight, found.bias)
 
 
 def _without_gradients(*args):
@@ -638,6 +631,7 @@ def _fits(x, linear_weight, target, bias, weight, smoothing: float) -> bool:
         and x.shape[1] == linear_weight.shape[1]
         and linear_weight.shape[0] > 0
         and all(t.dtype in FLOATING and (t.dtype == x.dtype or autocast) for t in projection)
+        and len({t.dtype == torch.float64 for t in projection}) == 1  # which autocast leaves alone
         and (bias is None or bias.shape == linear_weight.shape[:1])
         and target.dtype in (torch.int64, torch.uint8)
         and target.shape == x.shape[:1]
