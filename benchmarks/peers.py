@@ -261,21 +261,39 @@ def _step(function: Callable[..., Any]) -> Pair:
     return through_autograd(function)[0], backward
 
 
-@peer("tkjit", "cross_entropy")
-def _tkjit_cross_entropy(key: str) -> Pair:
+LOSSES = "cross_entropy", "linear_cross_entropy"
+
+
+@peer("tkjit", *LOSSES)
+def _tkjit_loss(key: str) -> Pair:
     import tkjit
 
-    return _step(tkjit.cross_entropy)
+    return _step(getattr(tkjit, key))
 
 
-@peer("torch", "cross_entropy")
-def _torch_cross_entropy(key: str) -> Pair:
-    return _step(torch.nn.functional.cross_entropy)
+@peer("torch", *LOSSES)
+def _torch_loss(key: str) -> Pair:
+    return made_for(lambda call: call.op.reference, _step)
 
 
-@peer("torch.compile", "cross_entropy")
-def _compiled_cross_entropy(key: str) -> Pair:
-    return made_for(lambda call: compiled(torch.nn.functional.cross_entropy), _step)
+@peer("torch.compile", *LOSSES)
+def _compiled_loss(key: str) -> Pair:
+    return made_for(lambda call: compiled(call.op.reference), _step)
+
+
+@peer("torch, chunked", "linear_cross_entropy")
+def _chunked_linear_cross_entropy(key: str) -> Pair:
+    from torch.nn import LinearCrossEntropyOptions
+
+    function = torch.nn.functional.linear_cross_entropy
+    return _step(lambda *args: function(*args, options=LinearCrossEntropyOptions()))
+
+
+@peer("liger", "linear_cross_entropy")
+def _liger_linear_cross_entropy(key: str) -> Pair:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return _step(liger_fused_linear_cross_entropy)
 
 
 @peer("quack", "cross_entropy")

@@ -13,7 +13,8 @@
 // the logits once, for rows that no register holds; the gradient of those is bwd's, which reads and writes once.
 //
 // The host guarantees: sizes and strides of the rows (row::Rows: dx, x, target and, for bwd, g and g_lse) reach no element
-// outside the tensors. loss, lse and stats are contiguous, a row one behind the other.
+// outside the tensors. loss, lse and stats are contiguous, a row one behind the other. dx may be x itself: a row's logits have
+// all been read, that of its class too, before the barrier behind which the first is written over.
 //
 // Template: T element type of the logits; Acc its accumulator; L of the losses; kSmooth: a > 0; kCap: cap > 0.
 #include "parts/cells.cuh"

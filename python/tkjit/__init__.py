@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .ops.cross_entropy import cross_entropy
     from .ops.dropout import dropout, dropout_add
     from .ops.layer_norm import layer_norm, rms_norm
+    from .ops.linear_cross_entropy import linear_cross_entropy
     from .ops.pointwise import (
         add,
         copy,
@@ -61,6 +62,7 @@ _LAZY = {
     "i64": "kernel",
     "layer_norm": "ops.layer_norm",
     "leaky_relu": "ops.pointwise",
+    "linear_cross_entropy": "ops.linear_cross_entropy",
     "log_softmax": "ops.softmax",
     "mish": "ops.pointwise",
     "mul": "ops.pointwise",
@@ -111,6 +113,7 @@ __all__ = [
     "i64",
     "layer_norm",
     "leaky_relu",
+    "linear_cross_entropy",
     "log_softmax",
     "mish",
     "mul",

@@ -80,7 +80,33 @@ def routed(raw: Callable, function: type[torch.autograd.Function], op_of: Callab
     return core.call
 
 
-def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
+class Composed:
+    """What :func:`routed` is to one plan, for an op of several plans and torch's own ops.
+
+    Args:
+        raw: Runs it on plain tensors.
+        function: Its autograd.Function, of all the arguments.
+        op: See :class:`Op`.
+    """
+
+    def __init__(self, raw: Callable[..., Any], function: type[torch.autograd.Function], op: Op):
+        self.raw, self.function, self.op = raw, function, op
+
+    def call(self, *args: Any) -> Any:
+        plain, wanted, _ = range(3)  # of _core.route
+        way = _core.route(*args)
+        return self.raw(*args) if way == plain else self._apply(args) if way == wanted else _slow(self.op, self, args)
+
+    def direct(self, *args: Any) -> Any:
+        """call(), when torch has seen the call."""
+        wanted = torch.is_grad_enabled() and any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+        return self._apply(args) if wanted else self.raw(*args)
+
+    def _apply(self, args: tuple) -> Any:
+        return self.function.apply(*args)
+
+
+def _slow(op: Op, core: _core.Planned | Composed, args: tuple) -> Any:
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if not tensors:
         raise TypeError(f"{op.name}(): argument 'input' (position 1) must be Tensor, not {type(args[0]).__name__}")
@@ -90,7 +116,7 @@ def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
     if transformed() or torch.jit.is_tracing() or any(map(_is_torchs_business, tensors)):
         return op.fallback(*args)
     device = tensors[0].device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if autocasting(device):
         with torch.autocast(device, enabled=False):
             return core.call(*op.autocast(*args))
     _check(op, tensors)
@@ -104,6 +130,11 @@ def _slow(op: Op, core: _core.Planned, args: tuple) -> Any:
 def transformed() -> bool:
     """Inside vmap, grad or another functorch transform, or with a forward-mode level open."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def autocasting(device: str) -> bool:
+    """Whether torch's autocast is on for a type of device; some have none."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

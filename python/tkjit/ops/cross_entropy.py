@@ -116,6 +116,10 @@ class _Loss:
     def row_shape(self) -> tuple[int, ...]:
         return self.x.shape[: self.dim] + self.x.shape[self.dim + 1 :]
 
+    def stats(self) -> Spec:
+        """What the gradient needs of each row: maximum, logarithm of the sum; smoothed, the weights' sum."""
+        return empty((3 if self.smoothing else 2, math.prod(self.row_shape)), self.acc, self.x)
+
     def by_row(self, spec: Spec | None, scalar: bool = False) -> Spec:
         """A tensor of a value a row, or of one for all, as if it had the classes' dim: their stride is that of a row's elements."""
         if spec is None or scalar:
@@ -142,14 +146,13 @@ class _Loss:
                 raise RuntimeError(f"cross_entropy: weights must be contiguous {self.acc}, one a class")
 
 
-def _row_launch(c: _Loss, layout: Layout, rows: Layout, k: RowKernel, dx, total, loss, out, results) -> Any:
-    """out: the sum of the losses, if the kernel is to find it and what divides it, total."""
+def _row_launch(c: _Loss, layout: Layout, rows: Layout, k: RowKernel, dx, total, loss, sum, results) -> Any:
     dims, _ = rows_struct(rows.rows, 3)
     kernel = template("cross_entropy").kernel(
-        "fwd", T=c.x.dtype, L=_type(loss, c), S=out.dtype if out else c.acc, kWhole=out is not None, kGrad=dx is not None,
+        "fwd", T=c.x.dtype, L=_type(loss, c), S=sum.dtype if sum else c.acc, kWhole=sum is not None, kGrad=dx is not None,
         kSmooth=c.smoothing > 0, **k.params(dims),
     )  # fmt: skip
-    tensors = (dx, c.x, c.target, total, loss, out, results, c.terms())
+    tensors = (dx, c.x, c.target, total, loss, sum, results, c.terms())
     return k.launch(kernel, layout, c.value_bytes, tensors, rows=rows)
 
 
@@ -256,10 +259,13 @@ def _row_kernel(c: _Loss, layout: Layout, device: Device) -> RowKernel | None:
     return k if k is None or k.cfg.cluster == 1 or c.value_bytes <= 16 else None
 
 
-def _sums_itself(c: _Loss, layout: Layout, k: RowKernel) -> bool:
+def _sums_itself(c: _Loss, layout: Layout) -> bool:
     """Whether fwd sums the losses and counts the rows: where its blocks draw their rows, and without weights, which each block
     would have to gather."""
-    return k.draws and c.weight is None and layout.n_rows <= CHUNK
+    if c.weight is not None or not 0 < layout.n_rows <= CHUNK:
+        return False
+    k = _row_kernel(c, layout, device_of(c.x))
+    return k is not None and k.draws
 
 
 def _holds_gradient(dtype: str, smooth: bool, k: RowKernel) -> bool:
@@ -275,6 +281,27 @@ def _holds_gradient(dtype: str, smooth: bool, k: RowKernel) -> bool:
     size = ITEMSIZE[dtype]
     each = (2 if size == 8 else 1) + (0.5 if size == 2 else 0) + (0.5 if c.vec * size < 16 else 0)
     return c.vecs * c.vec * each + 72 <= min(65536 // (c.threads * resident), 255)
+
+
+def _loss_launches(c: _Loss, loss, lse, stats, total, dx, g=None, g_lse=None, sum=None) -> Iterator[Any]:
+    """The loss of each row; lse, stats and dx where they are given, dx of an upstream gradient of 1 or of these. dx may be x.
+
+    sum: where their sum over total goes, and total is found too, if the kernel is one that does it.
+    """
+    layout = Layout.of((dx or c.x, c.x), c.dim)
+    if layout.n_rows == 0:
+        return
+    rows = Layout.of((dx or c.x, c.x, c.by_row(c.target)), c.dim)
+    device = device_of(c.x)
+    results = struct(lse, stats, i64(layout.n_rows))
+    k = _row_kernel(c, layout, device)
+    written = k is not None and g is None and g_lse is None and _holds_gradient(c.x.dtype, c.smoothing > 0, k)
+    if k is not None:
+        yield _row_launch(c, layout, rows, k, dx if written else None, total, loss, sum, results)
+    else:
+        yield from _scan_launches(c, layout, rows, loss, results)
+    if dx is not None and not written and c.x.numel:
+        yield _gradient_launch(c, dx, g, g_lse, stats, total, device)
 
 
 @planned
@@ -297,7 +324,7 @@ def _forward(
     lse = empty(c.row_shape, c.acc, x) if want & LSE else None
     dx = empty(x.shape, x.dtype, x) if want & GRAD else None
     layout = Layout.of((dx or x, x), c.dim)
-    stats = empty((3 if smoothing else 2, layout.n_rows), c.acc, x) if want & (STATS | GRAD) else None
+    stats = c.stats() if want & (STATS | GRAD) else None
     total = empty((1 if reduction == MEAN else 0,), c.acc, x)
     outputs = [
         out,
@@ -305,27 +332,16 @@ def _forward(
         *((total,) if stats is not None else ()),
         *((dx,) if dx else ()),
     ]
-    device = device_of(x)
-    rows = Layout.of((dx or x, x, c.by_row(target)), c.dim)
-    k = _row_kernel(c, layout, device) if layout.n_rows else None
-    whole = k is not None and reduction != NONE and _sums_itself(c, layout, k)
+    whole = reduction != NONE and _sums_itself(c, layout)
     divisor: Any = None
     launches: list[Any] = []
     if reduction == MEAN:
         divisor = total if stats is not None else scratch(8)
         if not whole:
+            rows = Layout.of((dx or x, x, c.by_row(target)), c.dim)
             launches += _count_launches(c, rows, divisor)
     loss: Any = out if reduction == NONE else scratch(max(layout.n_rows, 1) * (8 if c.acc == "float64" else 4))
-    if layout.n_rows:
-        results = struct(lse, stats, i64(layout.n_rows))
-        written = k is not None and _holds_gradient(x.dtype, smoothing > 0, k)
-        if k is not None:
-            gradient, total_loss = dx if written else None, out if whole else None
-            launches.append(_row_launch(c, layout, rows, k, gradient, divisor, loss, total_loss, results))
-        else:
-            launches += _scan_launches(c, layout, rows, loss, results)
-        if dx is not None and not written and x.numel:
-            launches.append(_gradient_launch(c, dx, None, None, stats, divisor, device))
+    launches += _loss_launches(c, loss, lse, stats, divisor, dx, sum=out if whole else None)
     if reduction != NONE and not whole:
         launches += _fold_launches(c, loss, layout.n_rows, out, out.dtype, divisor)
     return plan(outputs, *launches)
@@ -674,15 +690,10 @@ def cross_entropy(
             raise TypeError(f"cross_entropy(): argument '{name}' must be Tensor, not {type(value).__name__}")
     if size_average is not None or reduce is not None:
         reduction = _reduction.legacy_get_string(size_average, reduce)
-    numbers = {"none": NONE, "mean": MEAN, "sum": SUM}
-    if reduction not in numbers:
-        raise ValueError(f"cross_entropy(): {reduction} is not a valid value for reduction")
-    if z_loss < 0 or softcap < 0:
-        raise ValueError(f"cross_entropy(): z_loss is {z_loss} and softcap {softcap}; neither may be negative")
+    loss = _options("cross_entropy", ignore_index, reduction, label_smoothing, z_loss, softcap)
     # By its name: the message of torch's names another function.
     require_dtype("cross_entropy", str(input.dtype).removeprefix("torch."), DTYPES)
     want = LSE if return_lse else 0
-    loss = (ignore_index, numbers[reduction], float(label_smoothing), float(z_loss), float(softcap))
     if not _fits(input, target, weight) or not 0.0 <= label_smoothing <= 1.0:
         return _composite(input, target, weight, *loss, None, want)  # or torch's own refusal
     if target.dtype != torch.int64:
@@ -696,6 +707,18 @@ def cross_entropy(
     if input.device.type == "cpu" and _is_visible(target):
         _require_classes(target, input.shape[min(input.dim() - 1, 1)], ignore_index)
     return _call(input, target, weight, *loss, None, want)
+
+
+def _options(
+    name: str, ignore_index: int, reduction: str, label_smoothing: float, z_loss: float, softcap: float
+) -> tuple[int, int, float, float, float]:
+    """As the planners take them."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{name}(): {reduction} is not a valid value for reduction")
+    if z_loss < 0 or softcap < 0:
+        raise ValueError(f"{name}(): z_loss is {z_loss} and softcap {softcap}; neither may be negative")
+    number = {"none": NONE, "mean": MEAN, "sum": SUM}[reduction]
+    return ignore_index, number, float(label_smoothing), float(z_loss), float(softcap)
 
 
 def _fits(x: Tensor, target: Tensor, weight: Tensor | None) -> bool:
@@ -727,10 +750,10 @@ def _is_visible(target: Tensor) -> bool:
     return _is_plain(target) and target.device.type == "cpu" and not torch.jit.is_tracing()
 
 
-def _require_classes(target: Tensor, classes: int, ignore: int) -> None:
+def _require_classes(target: Tensor, classes: int, ignore: int, name: str = "cross_entropy") -> None:
     outside = ((target < 0) | (target >= classes)) & (target != ignore)
     if outside.any():
-        raise IndexError(f"cross_entropy(): Target {target[outside][0].item()} is out of bounds.")
+        raise IndexError(f"{name}(): Target {target[outside][0].item()} is out of bounds.")
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
