@@ -2,11 +2,12 @@
 PYTHON ?= .venv/bin/python
 READY = $(if $(filter .venv/%,$(PYTHON)),.venv/ready)
 RUN = PYTHONPATH=python $(PYTHON)
+JOBS ?= auto
 BIN = $(dir $(shell command -v $(PYTHON)))
 CSRC = csrc/*.[ch] csrc/abi/*.h
 ASAN = LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=1
 # What runs many kernels, and little of the core that other tests don't.
-SLOW = kernels emulated emulator_mma attention* cross_entropy layer_norm rotary
+SLOW = kernels emulated emulator_mma attention* *cross_entropy layer_norm rotary reduction nn
 
 .PHONY: demo test test-gpu bench lint fmt asan hostile build clean
 
@@ -14,7 +15,7 @@ demo: build
 	$(RUN) examples/01_softmax.py
 
 test: build
-	$(RUN) -m pytest tests -m "not gpu"
+	$(RUN) -m pytest tests -m "not gpu" -n $(JOBS)
 
 test-gpu: build
 	$(RUN) -m pytest tests -m gpu
@@ -31,7 +32,7 @@ fmt: $(READY)
 
 asan: $(READY)
 	TKJIT_SANITIZE=1 $(PYTHON) setup.py -q build --build-base build/asan --build-lib build/asan/lib
-	$(ASAN) PYTHONPATH=build/asan/lib $(PYTHON) -m pytest tests -m "not gpu and not package" $(foreach t,$(SLOW),--ignore-glob "tests/test_$(t).py")
+	$(ASAN) PYTHONPATH=build/asan/lib $(PYTHON) -m pytest tests -m "not gpu and not package" -n $(JOBS) $(foreach t,$(SLOW),--ignore-glob "tests/test_$(t).py")
 
 hostile: build
 	$(RUN) -m pytest tests/test_hostile.py
