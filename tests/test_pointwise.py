@@ -55,6 +55,76 @@ def test_gates_of_two_tensors_and_of_one(name: str, dtype: torch.dtype, place: s
     check(ours, lambda g, u: GATES[name](g) * u, [gate, up], label=name)
     packed = torch.cat((gate, up), -1)
     assert torch.equal(ours(packed), ours(gate, up))
+    check(ours, lambda x: GATES[name](x[..., :40]) * x[..., 40:], [packed], label=f"packed {name}")
+
+
+@every_type
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_sums_with_a_bias(name: str, dtype: torch.dtype, place: str) -> None:
+    ours = getattr(tkjit, name)
+    x, bias = torch.randn(6, 40).to(place, dtype), torch.randn(40).to(place, dtype)
+    check(lambda x, b: ours(x, bias=b), lambda x, b: ACTIVATIONS[name](x + b), [x, bias], label=f"{name} with a bias")
+    if dtype == torch.float32:
+        assert ours(x[:0], bias=bias).shape == (0, 40)
+        with pytest.raises(RuntimeError, match="broadcast"):
+            ours(x, bias=torch.ones(3, device=place))
+        with pytest.raises(RuntimeError, match="broadcast"):
+            ours(x[0], bias=x)
+        with pytest.raises(TypeError, match="bias"):
+            ours(x, bias=1.0)
+
+
+@every_type
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_sums_with_biases(name: str, dtype: torch.dtype, place: str) -> None:
+    ours, f = getattr(tkjit, name), GATES[name]
+    packed, bias = torch.randn(6, 80).to(place, dtype), torch.randn(80).to(place, dtype)
+    gate, up, b, c = packed[:, :40], packed[:, 40:], bias[:40], bias[40:]
+    check(
+        lambda x, y, b, c: ours(x, y, bias=(b, c)), lambda x, y, b, c: f(x + b) * (y + c), [gate, up, b, c],
+        label=f"{name} with biases",
+    )  # fmt: skip
+    check(
+        lambda x, b: ours(x, bias=b), lambda x, b: f((x + b)[..., :40]) * (x + b)[..., 40:], [packed, bias],
+        label=f"packed {name} with a bias",
+    )  # fmt: skip
+    assert torch.equal(ours(packed, bias=bias), ours(gate, up, bias=(b, c)))
+    if dtype == torch.float32:
+        with pytest.raises(RuntimeError, match="their biases"):
+            ours(packed, bias=bias[:40])
+        with pytest.raises(TypeError, match="pair"):
+            ours(packed, bias=(b, c))
+
+
+def test_the_gradient_of_a_packed_gate_is_one_tensor_of_one_kernel(place: str) -> None:
+    x = torch.randn(4, 64, device=place, dtype=torch.float64).requires_grad_()
+    y = tkjit.swiglu(x)
+    before = tkjit.cache.stats()["launches"]
+    (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert tkjit.cache.stats()["launches"] == before + 1 and dx.is_contiguous() and dx._base is None
+    bias = torch.randn(64, device=place, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda x, b: tkjit.swiglu(x, bias=b), (x[:, ::2].detach().requires_grad_(), bias[::2])
+    )
+    assert torch.autograd.gradgradcheck(lambda x: tkjit.swiglu(x), (x[:2, ::8].detach().requires_grad_(),))
+
+
+def test_in_place_activations_with_a_bias(place: str) -> None:
+    x, bias = torch.randn(5, 8, device=place), torch.randn(8, device=place)
+    for name in ("relu", "silu", "mish", "leaky_relu"):
+        y = x.clone()
+        version = y._version
+        assert getattr(tkjit, name)(y, inplace=True, bias=bias) is y and y._version > version
+        assert torch.equal(y, getattr(tkjit, name)(x, bias=bias))
+        with_own_row = getattr(tkjit, name)(x, bias=x[1])
+        y = x.clone()
+        assert torch.equal(getattr(tkjit, name)(y, inplace=True, bias=y[1]), with_own_row)
+    leaf, b = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    tkjit.silu(leaf * 1, inplace=True, bias=b).sum().backward()
+    again, c = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    F.silu(again + c).sum().backward()
+    torch.testing.assert_close(leaf.grad, again.grad)
+    torch.testing.assert_close(b.grad, c.grad)
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "mish", "swiglu"])
@@ -235,7 +305,13 @@ def test_wrong_calls_are_refused_before_anything_runs() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_for_every_architecture_and_spill_nothing(arch: str) -> None:
-    for op in (pointwise._add, pointwise._gelu, pointwise._swiglu, pointwise._mish, pointwise._tanh_gelu.grad):
+    for op in (
+        pointwise._add,
+        pointwise._gelu[0],
+        pointwise._swiglu[0],
+        pointwise._mish[1],
+        pointwise._tanh_gelu[0].grad,
+    ):
         for dtype in ("float16", "float32", "float64"):
             for shape, strides in (((64, 64), (64, 1)), ((5, 7), (9, 1))):
                 given = [2.0 if name == "alpha" else Spec(dtype, shape, strides, 0, 16) for _, name in op.text.inputs]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import FLOATING, refusing_as
+from .._torch import FLOATING, compiling, gradients_through, may_write_directly, refusing_as
 from ..kernel import Elementwise, elementwise
 from ..testing import DTYPE_NAMES, BenchCase, OpCases, Sample, op_cases
 
@@ -91,69 +91,106 @@ def _activation(
     text: str,
     grad: str,
     composite: Callable[..., Any],
-    public: Callable[..., Any],
-    inputs: str | None = None,
-) -> Elementwise:
-    return _op(name, f"T y = {text}", f"T dx = {grad}", composite, public, inputs)
+    public: Callable[..., tuple[Callable[..., Any], tuple]],
+    numbers: str = "",
+) -> tuple[Elementwise, Elementwise]:
+    """The op of an input, ``{x}`` in the texts, and of an input plus a bias."""
+
+    def public_of_sum(x: Tensor, bias: Tensor, *rest: Any) -> tuple[Callable[..., Any], tuple]:
+        function, args = public(x, *rest)
+        return functools.partial(function, bias=bias), args
+
+    of_sum = "T z = x + bias; "
+    return (
+        _op(name, f"T y = {text.format(x='x')}", f"T dx = {grad.format(x='x')}", composite, public, f"T x{numbers}"),
+        _op(
+            name, f"{of_sum}T y = {text.format(x='z')}", f"{of_sum}T dx = {grad.format(x='z')}; T dbias = dx;",
+            lambda x, bias, *rest: composite(x + bias, *rest), public_of_sum, f"T x, T bias{numbers}",
+        ),
+    )  # fmt: skip
 
 
-_relu = _activation("relu", "pointwise::relu(x)", "y <= T(0) ? T(0) : dy", F.relu, lambda x: (relu, (x,)))
+_relu = _activation("relu", "pointwise::relu({x})", "y <= T(0) ? T(0) : dy", F.relu, lambda x: (relu, (x,)))
 _gelu = _activation(
-    "gelu", "pointwise::gelu<kFast>(x)", "dy * pointwise::gelu_slope<kFast>(x)", F.gelu, lambda x: (gelu, (x,))
+    "gelu", "pointwise::gelu<kFast>({x})", "dy * pointwise::gelu_slope<kFast>({x})", F.gelu, lambda x: (gelu, (x,))
 )
 _tanh_gelu = _activation(
-    "gelu", "pointwise::tanh_gelu<kFast>(x)", "dy * pointwise::tanh_gelu_slope<kFast>(x)",
-    lambda x: F.gelu(x, approximate="tanh"), lambda x: (gelu, (x, "tanh")),
+    "gelu", "pointwise::tanh_gelu<kFast>({x})", "dy * pointwise::tanh_gelu_slope<kFast>({x})",
+    functools.partial(F.gelu, approximate="tanh"), lambda x: (gelu, (x, "tanh")),
 )  # fmt: skip
 _silu = _activation(
-    "silu", "pointwise::silu<kFast>(x)", "dy * pointwise::silu_slope<kFast>(x)", F.silu, lambda x: (silu, (x,))
+    "silu", "pointwise::silu<kFast>({x})", "dy * pointwise::silu_slope<kFast>({x})", F.silu, lambda x: (silu, (x,))
 )
 _sigmoid = _activation(
-    "sigmoid", "pointwise::sigmoid<kFast>(x)", "dy * y * (T(1) - y)", torch.sigmoid, lambda x: (sigmoid, (x,))
+    "sigmoid", "pointwise::sigmoid<kFast>({x})", "dy * y * (T(1) - y)", torch.sigmoid, lambda x: (sigmoid, (x,))
 )
-_tanh = _activation("tanh", "::tanh(x)", "dy * (T(1) - y * y)", torch.tanh, lambda x: (tanh, (x,)))
-_mish = _activation("mish", "pointwise::mish(x)", "dy * pointwise::mish_slope(x)", F.mish, lambda x: (mish, (x,)))
+_tanh = _activation("tanh", "::tanh({x})", "dy * (T(1) - y * y)", torch.tanh, lambda x: (tanh, (x,)))
+_mish = _activation("mish", "pointwise::mish({x})", "dy * pointwise::mish_slope({x})", F.mish, lambda x: (mish, (x,)))
 _leaky_relu = _activation(
-    "leaky_relu", "x > T(0) ? x : x * slope", "x > T(0) ? dy : dy * slope", F.leaky_relu,
-    lambda *args: (leaky_relu, args), "T x, T slope",
+    "leaky_relu", "{x} > T(0) ? {x} : {x} * slope", "{x} > T(0) ? dy : dy * slope", F.leaky_relu,
+    lambda *args: (leaky_relu, args), ", T slope",
 )  # fmt: skip
 _softplus = _activation(
-    "softplus", "pointwise::softplus(x, beta, threshold)", "dy * pointwise::softplus_slope(x, beta, threshold)", F.softplus,
-    lambda *args: (softplus, args), "T x, T beta, T threshold",
+    "softplus", "pointwise::softplus({x}, beta, threshold)", "dy * pointwise::softplus_slope({x}, beta, threshold)", F.softplus,
+    lambda *args: (softplus, args), ", T beta, T threshold",
 )  # fmt: skip
 
 
-def _applied(op: Elementwise, x: Tensor, inplace: bool, *numbers: float) -> Tensor:
-    _require_tensor(op.text.name, x)
+def _applied(
+    ops: tuple[Elementwise, Elementwise], x: Tensor, bias: Tensor | None, inplace: bool, *numbers: float
+) -> Tensor:
+    plain, of_sum = ops
+    _require_tensor(plain.text.name, x)
+    if bias is not None:
+        return _applied_to_sum(of_sum, x, bias, inplace, *numbers)
     if type(x) is Tensor and x.dtype not in FLOATING:
-        torchs: Any = op.composite
-        return refusing_as(op.text.name, functools.partial(torchs, inplace=True) if inplace else torchs, x, *numbers)
-    return op.in_place(x, *numbers) if inplace else op(x, *numbers)
+        torchs: Any = plain.composite
+        return refusing_as(plain.text.name, functools.partial(torchs, inplace=True) if inplace else torchs, x, *numbers)
+    return plain.in_place(x, *numbers) if inplace else plain(x, *numbers)
 
 
-def relu(input: Tensor, inplace: bool = False) -> Tensor:
+def _applied_to_sum(op: Elementwise, x: Tensor, bias: Tensor, inplace: bool, *numbers: float) -> Tensor:
+    name = op.text.name
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{name}(): argument 'bias' must be Tensor, not {type(bias).__name__}")
+    if torch.broadcast_shapes(x.shape, bias.shape) != x.shape:
+        raise RuntimeError(f"{name}(): a bias of {tuple(bias.shape)} doesn't broadcast to the input's {tuple(x.shape)}")
+    if type(x) is type(bias) is Tensor and not {x.dtype, bias.dtype} <= {*FLOATING}:
+        y = refusing_as(name, op.composite, x, bias, *numbers)  # type: ignore[arg-type]
+        return x.copy_(y) if inplace else y
+    if not inplace:
+        return op(x, bias, *numbers)
+    if compiling() or not may_write_directly(x, bias):  # the bias needs a gradient, or lies in x
+        return x.copy_(op(x.clone(), bias, *numbers))
+    return op.in_place(x, bias, *numbers)
+
+
+def relu(input: Tensor, inplace: bool = False, *, bias: Tensor | None = None) -> Tensor:
     """``max(x, 0)``; NaN stays NaN. Same as ``F.relu``.
 
     Args:
         input: A tensor of any shape and strides; other than float16, bfloat16, float32 and float64 are torch's business.
         inplace: Write over the input.
+        bias: Added to the input first, in float32; it broadcasts to the input's shape.
 
     Returns:
         A tensor like ``input``, or the input itself.
 
     Raises:
-        TypeError: ``input`` is no tensor.
+        TypeError: ``input`` or ``bias`` is no tensor.
+        RuntimeError: A ``bias`` that doesn't broadcast to the input.
         Exception: What torch raises for a dtype that it has no kernel for either.
     """
-    return _applied(_relu, input, inplace)
+    return _applied(_relu, input, bias, inplace)
 
 
-def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+def gelu(input: Tensor, approximate: str = "none", *, bias: Tensor | None = None) -> Tensor:
     """``x P(x)``, P the normal distribution; with ``approximate="tanh"`` ``x sigmoid(2u)``, ``u = sqrt(2/pi) (x + 0.044715 x^3)``.
 
     Args:
         input: As :func:`relu`.
         approximate: ``"none"`` or ``"tanh"``.
+        bias: As :func:`relu`.
 
     Returns:
         A tensor like ``input``.
@@ -165,73 +202,141 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """
     if approximate not in ("none", "tanh"):
         raise RuntimeError("approximate argument must be either none or tanh.")
-    return _applied(_tanh_gelu if approximate == "tanh" else _gelu, input, False)
+    return _applied(_tanh_gelu if approximate == "tanh" else _gelu, input, bias, False)
 
 
-def silu(input: Tensor, inplace: bool = False) -> Tensor:
+def silu(input: Tensor, inplace: bool = False, *, bias: Tensor | None = None) -> Tensor:
     """``x sigmoid(x)``. Same as ``F.silu``, but 0 at -inf; arguments and errors as :func:`relu`."""
-    return _applied(_silu, input, inplace)
+    return _applied(_silu, input, bias, inplace)
 
 
-def sigmoid(input: Tensor) -> Tensor:
+def sigmoid(input: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """``1 / (1 + e^-x)``. Same as ``torch.sigmoid`` of floating tensors; errors as :func:`relu`."""
-    return _applied(_sigmoid, input, False)
+    return _applied(_sigmoid, input, bias, False)
 
 
-def tanh(input: Tensor) -> Tensor:
+def tanh(input: Tensor, *, bias: Tensor | None = None) -> Tensor:
     """The hyperbolic tangent. Same as ``torch.tanh`` of floating tensors; errors as :func:`relu`."""
-    return _applied(_tanh, input, False)
+    return _applied(_tanh, input, bias, False)
 
 
-def mish(input: Tensor, inplace: bool = False) -> Tensor:
+def mish(input: Tensor, inplace: bool = False, *, bias: Tensor | None = None) -> Tensor:
     """``x tanh(log(1 + e^x))``. Same as ``F.mish``; arguments and errors as :func:`relu`."""
-    return _applied(_mish, input, inplace)
+    return _applied(_mish, input, bias, inplace)
 
 
-def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
+def leaky_relu(
+    input: Tensor, negative_slope: float = 0.01, inplace: bool = False, *, bias: Tensor | None = None
+) -> Tensor:
     """``x`` above 0, else ``negative_slope * x``. Same as ``F.leaky_relu``; arguments and errors as :func:`relu`."""
-    return _applied(_leaky_relu, input, inplace, float(negative_slope))
+    return _applied(_leaky_relu, input, bias, inplace, float(negative_slope))
 
 
-def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
+def softplus(input: Tensor, beta: float = 1.0, threshold: float = 20.0, *, bias: Tensor | None = None) -> Tensor:
     """``log(1 + e^(beta x)) / beta``; ``x`` where ``beta x > threshold``. Same as ``F.softplus``; errors as :func:`relu`."""
-    return _applied(_softplus, input, False, float(beta), float(threshold))
+    return _applied(_softplus, input, bias, False, float(beta), float(threshold))
 
 
 # --- gates -----------------------------------------------------------------------------------------------------------
 
 
-def _gate(name: str, function: str, slope: str, composite: Callable[[Tensor], Tensor], public: Callable) -> Elementwise:
-    return _op(
-        name, f"T y = {function} * up", f"T dgate = dy * up * {slope}; T dup = dy * {function};",
-        lambda gate, up: composite(gate) * up, lambda *args: (public(), args), "T gate, T up",
+def _gate(
+    name: str,
+    function: str,
+    slope: str,
+    activation: Callable[[Tensor], Tensor],
+    public: Callable[[], Callable[..., Tensor]],
+) -> tuple[Elementwise, Elementwise]:
+    """The op of a gate, ``{}`` in the texts, and what goes through it; and of both plus biases."""
+
+    def op(sums: str, gate: str, up: str, inputs: str, more: str) -> Elementwise:
+        f, df = function.format(gate), slope.format(gate)
+        return _op(
+            name, f"{sums}T y = {f} * {up}", f"{sums}T dgate = dy * {up} * {df}; T dup = dy * {f}; {more}",
+            functools.partial(_gate_of, activation),
+            lambda gate, up, *biases: (functools.partial(public(), bias=biases or None), (gate, up)), inputs,
+        )  # fmt: skip
+
+    return (
+        op("", "gate", "up", "T gate, T up", ""),
+        op(
+            "T a = gate + gate_bias; T b = up + up_bias; ", "a", "b", "T gate, T up, T gate_bias, T up_bias",
+            "T dgate_bias = dgate; T dup_bias = dup;",
+        ),
     )  # fmt: skip
 
 
-_swiglu = _gate("swiglu", "pointwise::silu<kFast>(gate)", "pointwise::silu_slope<kFast>(gate)", F.silu, lambda: swiglu)
-_geglu = _gate("geglu", "pointwise::gelu<kFast>(gate)", "pointwise::gelu_slope<kFast>(gate)", F.gelu, lambda: geglu)
-_reglu = _gate("reglu", "pointwise::relu(gate)", "T(gate > T(0) ? 1 : 0)", F.relu, lambda: reglu)
+def _gate_of(activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, *biases: Tensor) -> Tensor:
+    """Of torch's own ops."""
+    if biases:
+        gate, up = gate + biases[0], up + biases[1]
+    return activation(gate) * up
 
 
-def _gated(op: Elementwise, gate: Tensor, up: Tensor | None) -> Tensor:
-    _require_tensor(op.text.name, gate, gate if up is None else up)
-    if up is None:
-        if gate.dim() == 0 or gate.shape[-1] % 2:
-            raise RuntimeError(
-                f"{op.text.name}(): gate and up are halves of the last dimension; {tuple(gate.shape)} has none"
-            )
-        gate, up = gate.chunk(2, -1)
-    if type(gate) is type(up) is Tensor and not {gate.dtype, up.dtype} <= {*FLOATING}:
-        return refusing_as(op.text.name, op.composite, gate, up)  # type: ignore[arg-type]
-    return op(gate, up)
+_swiglu = _gate("swiglu", "pointwise::silu<kFast>({})", "pointwise::silu_slope<kFast>({})", F.silu, lambda: swiglu)
+_geglu = _gate("geglu", "pointwise::gelu<kFast>({})", "pointwise::gelu_slope<kFast>({})", F.gelu, lambda: geglu)
+_reglu = _gate("reglu", "pointwise::relu({})", "T({} > T(0) ? 1 : 0)", F.relu, lambda: reglu)
 
 
-def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+class _Packed(torch.autograd.Function):
+    """A gate of a tensor's halves, whose gradient is one tensor too: written where it belongs, not put together of two."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Elementwise, packed: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.op = op
+        ctx.save_for_backward(packed, bias)
+        return op.raw(*_halves(packed, bias))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        packed, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, *gradients_through(lambda *whole: ctx.op.composite(*_halves(*whole)), (packed, bias), dy)
+        values = dict(zip((name for _, name in ctx.op.text.inputs), _halves(packed, bias)), dy=dy)
+        dx = torch.empty_like(packed, memory_format=torch.contiguous_format)
+        gradient = ctx.op.grad.of_outputs(frozenset(("dgate", "dup")))
+        gradient.raw(*(values[name] for _, name in gradient.text.inputs), *_halves(dx))
+        return None, dx, None if bias is None else dx.sum_to_size(bias.shape)
+
+
+def _halves(*packed: Tensor | None) -> list[Tensor]:
+    return [half for t in packed if t is not None for half in t.tensor_split(2, -1)]
+
+
+def _gated(gate_op: tuple[Elementwise, Elementwise], gate: Tensor, up: Tensor | None, bias: Any) -> Tensor:
+    op = gate_op[bias is not None]
+    name = op.text.name
+    _require_tensor(name, gate, gate if up is None else up)
+    packed = up is None
+    if bias is not None and not all(isinstance(b, Tensor) for b in ((bias,) if packed else bias)):
+        raise TypeError(f"{name}(): bias must be a tensor, beside two tensors a pair of them")
+    if packed:
+        for what, t in (("gate and up", gate), ("their biases", bias)):
+            if t is not None and (t.dim() == 0 or t.shape[-1] % 2 or t.shape[-1] != gate.shape[-1]):
+                raise RuntimeError(f"{name}(): {what} are halves of the last dimension; {tuple(t.shape)} has none")
+        tensors = [gate] if bias is None else [gate, bias]
+        if torch.broadcast_shapes(*(t.shape for t in tensors)) != gate.shape:
+            raise RuntimeError(f"{name}(): a bias of {tuple(bias.shape)} doesn't broadcast to {tuple(gate.shape)}")
+        halves = _halves(*tensors)
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        alike = all(t.dtype == gate.dtype in FLOATING for t in tensors)
+        if differentiable and alike and not compiling() and may_write_directly(gate, gate):
+            return _Packed.apply(op, gate, bias)
+    else:
+        halves = [gate, up, *(() if bias is None else bias)]
+    if all(type(t) is Tensor for t in halves) and not {t.dtype for t in halves} <= {*FLOATING}:
+        return refusing_as(name, op.composite, *halves)  # type: ignore[arg-type]
+    return op(*halves)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
     """``silu(gate) * up``; without ``up`` the two are the halves of ``gate``'s last dimension.
 
     Args:
         gate: A tensor of any strides; of which dtype, see :func:`relu`.
         up: Another; they broadcast.
+        bias: Added first, in float32: a tensor that broadcasts to a packed ``gate``'s shape, as wide as that; beside ``up`` a pair,
+            one for each.
 
     Returns:
         A tensor of the shape that both broadcast to.
@@ -242,17 +347,17 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Noam Shazeer, "GLU variants improve transformer", 2020.
     """
-    return _gated(_swiglu, gate, up)
+    return _gated(_swiglu, gate, up, bias)
 
 
-def geglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def geglu(gate: Tensor, up: Tensor | None = None, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
     """``gelu(gate) * up``; see :func:`swiglu`."""
-    return _gated(_geglu, gate, up)
+    return _gated(_geglu, gate, up, bias)
 
 
-def reglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+def reglu(gate: Tensor, up: Tensor | None = None, *, bias: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
     """``relu(gate) * up``; see :func:`swiglu`."""
-    return _gated(_reglu, gate, up)
+    return _gated(_reglu, gate, up, bias)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
