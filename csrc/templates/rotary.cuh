@@ -177,9 +177,9 @@ __global__ void __launch_bounds__(kThreads, 5) turn(const __grid_constant__ Argu
     for (int h = 0; h < kHeads; ++h) {
         if (head + h < side.n_heads) {
             const T* p = x + h * side.x_stride[1];
-            v[h][0].raw = tk::load_global<Vec::kBytes, tk::kReadOnce>(p + first * side.x_stride[3]);
+            v[h][0].raw = tk::load_global<Vec::kBytes>(p + first * side.x_stride[3]);
             if (both) {
-                v[h][1].raw = tk::load_global<Vec::kBytes, tk::kReadOnce>(p + second * side.x_stride[3]);
+                v[h][1].raw = tk::load_global<Vec::kBytes>(p + second * side.x_stride[3]);
             }
         }
     }

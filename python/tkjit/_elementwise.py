@@ -21,7 +21,9 @@ from ._template import CTYPES, Template, without_comments
 if TYPE_CHECKING:
     from . import _reduction
 
-THREADS = 256  # elementwise::kThreads
+# elementwise::kThreads. Sums of two tensors of 256 MB at 1.02 of copy_'s rate (torch's 1.03), silu 1.00, gelu of float32 0.99, with
+# loads that L1 keeps; with loads that it doesn't 0.98, 0.97, 0.96, and with 512 threads 0.93, 0.96, 0.93. NVIDIA H200, 2026-12-03.
+THREADS = 128
 
 # What a declaration may name besides type letters.
 _NAMES = {
@@ -346,8 +348,8 @@ class Config:
         ok = all(inner[t] == 1 for t, _ in moved) and bool(moved) and not splat & 1
         while vec > 1 and not (ok and fits(vec, size, [strides for _, strides in dims[:-1]], moved)):
             vec //= 2
-        # One vector of 16 bytes a thread: copies of 512 MB and sums of two tensors at 0.98 of copy_'s rate, with a row that is
-        # broadcast 0.97; with 2, 4 and 8 vectors 0.93 to 0.95, with vectors of 32 bytes 0.75 to 0.95. NVIDIA H200, 2026-12-02.
+        # One vector of 16 bytes a thread: with 2, 4 and 8 vectors copies of 512 MB had 0.95 to 0.97 of its rate, with vectors of 32
+        # bytes 0.77 to 0.97. NVIDIA H200, 2026-12-02.
         # Elements by themselves: not measured.
         return cls(vec, 1 if vec > 1 else 4, splat if vec > 1 else 0)
 

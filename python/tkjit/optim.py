@@ -146,12 +146,12 @@ adamw(const __grid_constant__ Table<T, S, A> t, const __grid_constant__ How<A> h
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
             const long long at = begin + u * kSpan + threadIdx.x * kVec;
-            pv[u].raw = tk::load_global<Tv::kBytes, tk::kReadOnce>(p + at);
-            gv[u].raw = tk::load_global<Tv::kBytes, tk::kReadOnce>(g + at);
-            mv[u].raw = tk::load_global<Sv::kBytes, tk::kReadOnce>(m + at);
-            vv[u].raw = tk::load_global<Sv::kBytes, tk::kReadOnce>(v + at);
+            pv[u].raw = tk::load_global<Tv::kBytes>(p + at);
+            gv[u].raw = tk::load_global<Tv::kBytes>(g + at);
+            mv[u].raw = tk::load_global<Sv::kBytes>(m + at);
+            vv[u].raw = tk::load_global<Sv::kBytes>(v + at);
             if constexpr (kAmsgrad) {
-                lv[u].raw = tk::load_global<Sv::kBytes, tk::kReadOnce>(largest + at);
+                lv[u].raw = tk::load_global<Sv::kBytes>(largest + at);
             }
         }
 #pragma unroll

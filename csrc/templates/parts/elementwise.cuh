@@ -15,7 +15,7 @@
 
 namespace elementwise {
 
-inline constexpr int kThreads = 256;
+inline constexpr int kThreads = 128;
 
 template <class...> struct List {};
 // A number among the inputs: 8 bytes of double or int64_t in the arguments, V in the expression.
@@ -68,7 +68,7 @@ struct Elements {
     static constexpr int kBytes = kN * int(sizeof(S));
     tk::Words<kBytes> raw;
 
-    TK_DEVICE void load(const S* p) { raw = tk::load_global<kBytes, tk::kReadOnce>(p); }
+    TK_DEVICE void load(const S* p) { raw = tk::load_global<kBytes>(p); }
     TK_DEVICE void store(S* p) const { tk::store_global<kBytes>(p, raw); }
 
     TK_DEVICE void unpack(value_t<S> (&v)[kN]) const
