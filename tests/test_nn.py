@@ -276,7 +276,9 @@ def test_an_encoder_layer_uses_its_parts_in_inference_too(place: str, norm_first
     for given in masks:
         call = {name: t.to(place) if isinstance(t, Tensor) else t for name, t in given.items()}
         with torch.no_grad():
-            assert_close(mine.eval()(x, **call), theirs.eval()(x, **call), rtol=1e-4, atol=1e-5)
+            # On a GPU torch's fused call of inference rounds what its own parts don't.
+            tolerance = dict(rtol=1e-4, atol=1e-5) if place == "cpu" else dict(rtol=2e-3, atol=5e-4)
+            assert_close(mine.eval()(x, **call), theirs.eval()(x, **call), **tolerance)
     assert len(attentions) == len(masks)
     assert_alike(pickle.loads(pickle.dumps(mine.train())), theirs.train(), x)
 

@@ -22,23 +22,10 @@
 
 namespace cross_entropy {
 
-template <class T> using Acc = tk::accumulator_t<T>;
+using row::get;
+using row::put;
 
-template <class V>
-TK_DEVICE V get(const V* p)
-{
-    const tk::Words<sizeof(V)> words = tk::load_global<sizeof(V)>(p);
-    V v;
-    memcpy(&v, &words, sizeof(V));
-    return v;
-}
-template <class V>
-TK_DEVICE void put(V* p, V v)
-{
-    tk::Words<sizeof(V)> words;
-    memcpy(&words, &v, sizeof(V));
-    tk::store_global<sizeof(V)>(p, words);
-}
+template <class T> using Acc = tk::accumulator_t<T>;
 
 // A row's class, or one of these.
 constexpr int64_t kIgnored = -1, kOutside = -2;
@@ -152,18 +139,6 @@ struct Factors {
         return {k_y + (kSmooth ? k_all * sum_w : A(0)) + z + g_lse, k_y, k_all, false};
     }
 };
-
-// How many of a row's last `left` columns are among the thread's, which begin with the first of them.
-template <class G>
-TK_DEVICE int own_columns(int left)
-{
-    int n = 0;
-#pragma unroll
-    for (int v = 0; v < G::kVecs; ++v) {
-        n += tk::max(0, tk::min(G::kVec, left - v * G::kStep));
-    }
-    return n;
-}
 
 constexpr int kValuesAhead = 8;  // in flight: a block that sums has little else to wait for
 
@@ -286,7 +261,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
         mine.s = s[0] + s[1];
         if constexpr (kSmooth) {
             mine.d = d;
-            mine.w = A(own_columns<G>(left));
+            mine.w = A(row::own_columns<G>(left));
         }
         const Value all = reduce(mine, reader);
 

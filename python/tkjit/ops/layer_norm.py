@@ -204,7 +204,7 @@ def _forward(
     if row is not None:
         dims_, _ = rows_struct(layout.rows, len(layout.tensors))
         kernel = template("layer_norm").kernel("fwd", **types, **row.params(dims_))
-        value = 2 * ITEMSIZE[acc_of(x.dtype)]
+        value = (1 if rms else 4) * ITEMSIZE[acc_of(x.dtype)]  # a sum of squares, or moments
         launches.append(row.launch(kernel, layout, value, tensors, more, spare_extents=2 - len(inputs)))
     else:
         cells, params, launch = _wide_params(layout)
@@ -215,6 +215,7 @@ def _forward(
     return plan(outputs, *launches)
 
 
+TOTAL_WARPS, TOTAL_AHEAD = 16, 8  # layer_norm::kWarps, kAhead
 DW, DB = 1, 2  # what the backward is to give beside dx
 
 
@@ -281,7 +282,9 @@ def _backward(
         types = dict(Acc=acc_of(h.dtype), W=weight.dtype if weight else h.dtype, B=bias_dtype or h.dtype)
         kernel = template("layer_norm").kernel("total", **types, **sums)
         given = (dw, db, *partial, i64(count), i64(layout.n))
-        launches.append(kernel.launch(grid=ceil_div(layout.n, 32), block=512, smem=16 * 32 * size, args=given))
+        warps = min(power_of_two(ceil_div(count, TOTAL_AHEAD)), TOTAL_WARPS)
+        shape = dict(grid=ceil_div(layout.n, 32), block=32 * warps, smem=TOTAL_WARPS * 32 * size)
+        launches.append(kernel.launch(**shape, args=given))
     return plan(outputs, *launches)
 
 
