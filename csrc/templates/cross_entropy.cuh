@@ -22,10 +22,23 @@
 
 namespace cross_entropy {
 
-using row::get;
-using row::put;
-
 template <class T> using Acc = tk::accumulator_t<T>;
+
+template <class V>
+TK_DEVICE V get(const V* p)
+{
+    const tk::Words<sizeof(V)> words = tk::load_global<sizeof(V)>(p);
+    V v;
+    memcpy(&v, &words, sizeof(V));
+    return v;
+}
+template <class V>
+TK_DEVICE void put(V* p, V v)
+{
+    tk::Words<sizeof(V)> words;
+    memcpy(&words, &v, sizeof(V));
+    tk::store_global<sizeof(V)>(p, words);
+}
 
 // A row's class, or one of these.
 constexpr int64_t kIgnored = -1, kOutside = -2;
@@ -140,6 +153,18 @@ struct Factors {
     }
 };
 
+// How many of a row's last `left` columns are among the thread's, which begin with the first of them.
+template <class G>
+TK_DEVICE int own_columns(int left)
+{
+    int n = 0;
+#pragma unroll
+    for (int v = 0; v < G::kVecs; ++v) {
+        n += tk::max(0, tk::min(G::kVec, left - v * G::kStep));
+    }
+    return n;
+}
+
 constexpr int kValuesAhead = 8;  // in flight: a block that sums has little else to wait for
 
 // This thread's share of the sum of value(i) over [lo, hi), one in kThreads, in their order.
@@ -151,7 +176,8 @@ TK_DEVICE A share_of_sum(int64_t lo, int64_t hi, F value)
 #pragma unroll
         for (int k = 0; k < kValuesAhead; ++k) {
             const int64_t i = first + k * kThreads;
-            s += i < hi ? value(i) : A(0);
+            const A v = value(tk::min(i, hi - 1));  // without a branch, which would wait for it
+            s += i < hi ? v : A(0);
         }
     }
     return s;
@@ -261,7 +287,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
         mine.s = s[0] + s[1];
         if constexpr (kSmooth) {
             mine.d = d;
-            mine.w = A(row::own_columns<G>(left));
+            mine.w = A(own_columns<G>(left));
         }
         const Value all = reduce(mine, reader);
 

@@ -8,8 +8,8 @@
 //
 // w = weight, or weight + 1, a zero-centred one; 1 and 0 without weight and bias.
 //
-// The mean is taken in two parts: mean, which is any number near it, and rest, the mean of h - mean. So neither the variance nor
-// h - mean loses digits when all of a row lies far from 0. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows).
+// The mean is taken in two steps: mean, rounded, then rest, the mean of h - mean. So neither the variance nor h - mean loses
+// digits when all of a row lies far from 0. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows).
 //
 // Bytes: fwd reads x (and residual) and writes y (and h) once. bwd reads dy and x (and dh) and writes dx once; the sums over
 // rows are kept in registers, a block's rows in their order, and go through (blocks, n_cols) partial sums that `total` adds in
@@ -54,17 +54,10 @@ TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc (&out)[kV
     }
 }
 
-constexpr int kHeldBytes = 64;  // of parameters that a thread keeps in registers while it goes from row to row
-
-template <class G>
-TK_DEVICE constexpr bool held(int bytes)  // of each column
-{
-    return G::kAligned && G::kRing && G::kVecs * G::kVec * bytes <= kHeldBytes;
-}
-
 // A parameter in a thread's columns: kept, or read with each row from the caches.
-template <class G, int kCounts, bool kHeld, class P>
+template <class G, int kCounts, bool kHold, class P>
 struct Along {
+    static constexpr bool kHeld = kHold && kCounts != kAbsent;
     using Acc = typename row::Tile<G>::Acc;
     using Vec = tk::Vec<P, G::kVec>;
     const P* p;
@@ -72,7 +65,7 @@ struct Along {
 
     TK_DEVICE Along(const P* p, int n_cols) : p(p)
     {
-        if constexpr (kHeld && kCounts != kAbsent) {
+        if constexpr (kHeld) {
 #pragma unroll
             for (int v = 0; v < G::kVecs; ++v) {
                 const int col = G::first_col() + v * G::kStep;
@@ -134,26 +127,25 @@ struct Stats {
     template <bool kRms>
     TK_DEVICE void save(Acc* to, int64_t r, int64_t n_rows) const
     {
-        row::put(to + r, rstd);
+        to[r] = rstd;
         if constexpr (!kRms) {
-            row::put(to + n_rows + r, mean);
-            row::put(to + 2 * n_rows + r, rest);
+            to[n_rows + r] = mean;
+            to[2 * n_rows + r] = rest;
         }
     }
     template <bool kRms>
     TK_DEVICE static Stats of(const Acc* from, int64_t r, int64_t n_rows)
     {
-        if (r >= n_rows) {
-            return {Acc(0), Acc(0), Acc(0)};
-        }
-        const Acc rstd = row::get(from + r);
-        return {rstd, kRms ? Acc(0) : row::get(from + n_rows + r), kRms ? Acc(0) : row::get(from + 2 * n_rows + r)};
+        return {from[r], kRms ? Acc(0) : from[n_rows + r], kRms ? Acc(0) : from[2 * n_rows + r]};
     }
-    // Of the sum of the squared distances from the mean. False where it overflows.
-    TK_DEVICE bool spread(Acc squares, Acc inverse_n, Acc eps)
+    // Of the sums s of h - mean and q of their squares. False where these overflow.
+    template <bool kRms>
+    TK_DEVICE bool finish(Acc s, Acc q, Acc inverse_n, Acc eps)
     {
-        rstd = tk::inverse_sqrt(squares * inverse_n + eps);
-        return squares < tk::limits<Acc>::inf();
+        rest = kRms ? Acc(0) : s * inverse_n;
+        const Acc var = q * inverse_n - rest * rest;  // rest: what rounding took from the mean, or gave to it
+        rstd = tk::inverse_sqrt((kRms || !(var < Acc(0)) ? var : Acc(0)) + eps);
+        return q != tk::limits<Acc>::inf();
     }
     TK_DEVICE Acc normal(Acc h) const { return (h - mean) * rstd - rest * rstd; }
 };
@@ -188,106 +180,10 @@ TK_DEVICE Stats<Acc> of_huge(int64_t n, Acc eps, At small)
 
 // ---- rows held in registers ----------------------------------------------------------------------------------------
 //
-// Template: row::Geometry's numbers; kDims outer dims. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of
-// kCluster. extents, stages, slot_bytes, counter: see row::Input.
+// Template: row::Geometry's numbers; kDims outer dims; kHold: parameters are kept in registers, for blocks that take row after row
+// of whole vectors. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of kCluster. extents, stages, slot_bytes, counter: see row::Input.
 
-// Takes the statistics of rows in registers.
-template <class G, bool kRms>
-struct Statistician;
-
-template <class G>
-struct Statistician<G, true> {
-    using Acc = typename row::Tile<G>::Acc;
-    using Value = typename row::Sum<Acc>::Value;
-    row::Reducer<G, row::Sum<Acc>> sum;
-
-    template <class Shared>
-    TK_DEVICE Statistician(Shared& shared, int) : sum{shared} {}
-
-    // False where they overflow.
-    template <class Reader>
-    TK_DEVICE bool of_row(Stats<Acc>& of, const row::Tile<G>& t, Acc, Acc inverse_n, Acc eps, const Reader& reader)
-    {
-        Acc q[2] = {};
-#pragma unroll
-        for (int v = 0; v < G::kVecs; ++v) {
-            Acc a[G::kVec];
-            t.v[v].unpack(a);
-#pragma unroll
-            for (int i = 0; i < G::kVec; ++i) {
-                q[i % 2] += a[i] * a[i];  // 0 past the row's end
-            }
-        }
-        of.mean = of.rest = 0;
-        return of.spread(sum({q[0] + q[1]}, reader).s, inverse_n, eps);
-    }
-};
-
-// One reduction for mean and variance: each thread takes both of what it holds.
-template <class G>
-struct Statistician<G, false> {
-    using Acc = typename row::Tile<G>::Acc;
-    using Value = row::MomentsOf<Acc>;
-    row::Reducer<G, row::Moments<Acc, true>> even;
-    row::Reducer<G, row::Moments<Acc, false>> uneven;
-    bool full;             // each thread holds as many elements
-    int left;              // of the row from the thread's first column on
-    Acc own, inverse_own;  // elements of the thread
-
-    template <class Shared>
-    TK_DEVICE Statistician(Shared& shared, int n_cols)
-        : even{shared}, uneven{shared}, full(n_cols == G::kTeam * G::kCluster * G::kVecs * G::kVec),
-          left(n_cols - G::first_col()), own(row::own_columns<G>(left)), inverse_own(own > Acc(0) ? Acc(1) / own : Acc(0))
-    {
-    }
-
-    // near: any number of the row.
-    template <class Reader>
-    TK_DEVICE bool of_row(Stats<Acc>& of, const row::Tile<G>& t, Acc near, Acc inverse_n, Acc eps, const Reader& reader)
-    {
-        Acc s[2] = {}, q[2] = {};
-        for_own(t, [&](int i, Acc a) { s[i] += a - near; });
-        const Acc mean = (s[0] + s[1]) * inverse_own;
-        for_own(again(t), [&](int i, Acc a) { q[i] += (a - near - mean) * (a - near - mean); });
-        const row::MomentsOf<Acc> mine{mean, q[0] + q[1], own};
-        const auto all = full ? even(mine, reader) : uneven(mine, reader);
-        of.mean = near;
-        of.rest = all.mean;
-        return of.spread(all.squares, inverse_n, eps);
-    }
-
-private:
-    TK_DEVICE static row::Tile<G> again(const row::Tile<G>& t)
-    {
-        row::Tile<G> u;
-#pragma unroll
-        for (int v = 0; v < G::kVecs; ++v) {
-            u.v[v] = t.v[v].again();
-        }
-        return u;
-    }
-    // Calls f(0 or 1 in turn, element).
-    template <class F>
-    TK_DEVICE void for_own(const row::Tile<G>& t, F f) const
-    {
-#pragma unroll
-        for (int v = 0; v < G::kVecs; ++v) {
-            // Whole vectors lie within the row or outside.
-            if (!G::kAligned || v * G::kStep < left) {
-                Acc a[G::kVec];
-                t.v[v].unpack(a);
-#pragma unroll
-                for (int i = 0; i < G::kVec; ++i) {
-                    if (G::kAligned || v * G::kStep + i < left) {
-                        f(i % 2, a[i]);
-                    }
-                }
-            }
-        }
-    }
-};
-
-template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, int kTeam, int kTeams, int kCluster, int kVecs,
+template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, bool kHold, int kTeam, int kTeams, int kCluster, int kVecs,
           int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(T* y,                         // (n_rows, n_cols)
@@ -302,33 +198,21 @@ fwd(T* y,                         // (n_rows, n_cols)
 {
     using G = row::Geometry<T, T, kAdd ? 2 : 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
-    using Value = typename Statistician<G, kRms>::Value;
+    using Op = Sums<T>;
     constexpr int kTensors = kAdd ? 3 : 2;
 
-    auto& shared = tk::shared<row::Shared<G, Value>>();
+    auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
     row::Input<G, kDims> in{{x}, {x_extent}, n_rows, n_cols, stages, slot_bytes, counter};
     if constexpr (kAdd) {
         in.base[1] = residual;
         in.extent[1] = residual_extent;
     }
-    row::Reader<G, kDims, kTensors, Value> reader{shared, in, rows};
+    row::Reader<G, kDims, kTensors, typename Op::Value> reader{shared, in, rows};
+    row::Reducer<G, Op> reduce{shared};
     reader.begin();
-    constexpr bool kHeld = held<G>((kWeight != kAbsent) * sizeof(W) + kBias * sizeof(B));
-    const Along<G, kWeight, kHeld, W> w{weight, n_cols};
-    const Along<G, kBias ? kPlain : kAbsent, kHeld, B> b{bias, n_cols};
+    const Along<G, kWeight, kHold, W> w{weight, n_cols};
+    const Along<G, kBias ? kPlain : kAbsent, kHold, B> b{bias, n_cols};
     const Acc inverse_n = Acc(1) / Acc(n_cols);
-    Statistician<G, kRms> statistics{shared, n_cols};
-    // A row's first element, asked for a row ahead.
-    T first[G::kStreams] = {};
-    auto look_ahead = [&](int64_t r) {
-        if (!kRms && r < n_rows) {
-            first[0] = row::get(x + rows.template offset<1>(r));
-            if constexpr (kAdd) {
-                first[1] = row::get(residual + rows.template offset<2>(r));
-            }
-        }
-    };
-    look_ahead(reader.current());
     for (; reader.more(); reader.next()) {
         row::Tile<G> t[G::kStreams];
         reader.load(t, Acc(0));
@@ -351,14 +235,39 @@ fwd(T* y,                         // (n_rows, n_cols)
             out.write([&](int v) { return t[0].v[v]; });
         }
 
-        Acc near = tk::to_acc(first[0]);
-        if constexpr (kAdd) {
-            near += tk::to_acc(first[1]);
-        }
         Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
-        const bool fits = statistics.of_row(of, t[0], near, inverse_n, eps, reader);
-        look_ahead(reader.template current<1>());
-        if (cols && !fits) {
+        if constexpr (!kRms) {
+            Acc s[2] = {};
+#pragma unroll
+            for (int v = 0; v < kVecs; ++v) {
+                Acc a[kVec];
+                t[0].v[v].unpack(a);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    s[i % 2] += a[i];  // 0 past the row's end
+                }
+            }
+            of.mean = reduce({s[0] + s[1], Acc(0)}, reader).a * inverse_n;
+        }
+        Acc s[2] = {}, q[2] = {};
+#pragma unroll
+        for (int v = 0; v < kVecs; ++v) {
+            const int left = cols - G::first_col() - v * G::kStep;
+            if (kRms || !G::kAligned || left > 0) {  // past the row's end 0 - mean would count
+                Acc a[kVec];
+                t[0].v[v].again().unpack(a);
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {
+                    if constexpr (!kRms) {
+                        a[i] = G::kAligned || i < left ? a[i] - of.mean : Acc(0);
+                        s[i % 2] += a[i];
+                    }
+                    q[i % 2] += a[i] * a[i];
+                }
+            }
+        }
+        const auto all = reduce({s[0] + s[1], q[0] + q[1]}, reader);
+        if (!of.template finish<kRms>(all.a, all.b, inverse_n, eps)) {
             of = of_huge<kRms, (kTeam >= 32)>(cols, eps, [&](int64_t c) {
                 Acc a = tk::to_acc(x[rows.template offset<1>(r) + c]);
                 if constexpr (kAdd) {
@@ -423,7 +332,7 @@ TK_DEVICE void save_sums(Acc (&sum)[G::kVecs][G::kVec], Acc* partial, int n_cols
 }
 
 // Rows are dealt out in turn, never drawn (counter is null): so a block's sums are of the same rows every time.
-template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, int kTeam, int kTeams, int kCluster, int kVecs,
+template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, bool kHold, int kTeam, int kTeams, int kCluster, int kVecs,
           int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 bwd(T* dx,                               // (n_rows, n_cols)
@@ -447,15 +356,17 @@ bwd(T* dx,                               // (n_rows, n_cols)
     row::Reducer<G, Op> reduce{shared};
     Acc dw[kVecs][kVec] = {}, db[kVecs][kVec] = {};
     reader.begin();
-    const Along<G, kWeight, held<G>(sizeof(W)), W> w{weight, n_cols};
+    const Along<G, kWeight, kHold, W> w{weight, n_cols};
     const Acc inverse_n = Acc(1) / Acc(n_cols);
-    auto ahead = Stats<Acc>::template of<kRms>(stats, reader.current(), n_rows);  // asked for a row ahead
     for (; reader.more(); reader.next()) {
-        const auto of = ahead;
-        row::Tile<G> t[2];
-        reader.load(t, Acc(0));
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
+        Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
+        if (cols) {
+            of = Stats<Acc>::template of<kRms>(stats, r, n_rows);
+        }
+        row::Tile<G> t[2];
+        reader.load(t, Acc(0));
 
         Acc s = 0, p = 0;
 #pragma unroll
@@ -483,7 +394,6 @@ bwd(T* dx,                               // (n_rows, n_cols)
         const auto all = reduce({s, p}, reader);
         const Acc mean_g = kRms ? Acc(0) : all.a * inverse_n, mean_p = all.b * inverse_n;
 
-        ahead = Stats<Acc>::template of<kRms>(stats, reader.template current<1>(), n_rows);
         const int64_t at = cols ? rows.template offset<0>(r) : 0;
         const row::Writer<G> out{dx + at, cols};
         out.write([&](int v) {
@@ -521,7 +431,7 @@ bwd(T* dx,                               // (n_rows, n_cols)
 //
 // Launch: blocks of 32 columns, up to kWarps warps; the grid covers the columns.
 
-constexpr int kWarps = 16, kAhead = 8;  // loads in flight
+constexpr int kWarps = 16;
 
 template <class Acc>
 struct Totals { Acc of[kWarps][32]; };
@@ -533,12 +443,8 @@ TK_DEVICE void total_of(P* out, const Acc* partial, int64_t n_partial, int64_t n
     const int64_t col = int64_t(blockIdx.x) * 32 + lane;
     Acc s = 0;
     if (col < n_cols) {
-        for (int64_t first = warp; first < n_partial; first += kAhead * warps) {
-#pragma unroll
-            for (int k = 0; k < kAhead; ++k) {
-                const int64_t i = first + k * warps;
-                s += i < n_partial ? row::get(partial + i * n_cols + col) : Acc(0);
-            }
+        for (int64_t i = warp; i < n_partial; i += warps) {
+            s += partial[i * n_cols + col];
         }
     }
     shared.of[warp][lane] = s;
@@ -637,9 +543,7 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
             }
         });
         const auto all = reduce({s, q}, row::NoReader{});
-        of.rest = kRms ? Acc(0) : all.a / n;
-        const Acc squares = all.b - all.a * of.rest;  // rest: what rounding took from the mean, or gave to it
-        if (!of.spread(kRms ? all.b : squares < Acc(0) ? Acc(0) : squares, Acc(1) / n, eps)) {
+        if (!of.template finish<kRms>(all.a, all.b, Acc(1) / n, eps)) {
             // Of h what all of the block's threads wrote, before the reductions.
             of = of_huge<kRms, true>(n_cells * kVec, eps, [&](int64_t c) { return tk::to_acc(from[c]) * kSmall<Acc>; });
         }

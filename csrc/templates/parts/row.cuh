@@ -25,23 +25,6 @@
 
 namespace row {
 
-// One value, at once and here: the compiler moves neither behind what follows.
-template <class V>
-TK_DEVICE V get(const V* p)
-{
-    const tk::Words<sizeof(V)> words = tk::load_global<sizeof(V)>(p);
-    V v;
-    memcpy(&v, &words, sizeof(V));
-    return v;
-}
-template <class V>
-TK_DEVICE void put(V* p, V v)
-{
-    tk::Words<sizeof(V)> words;
-    memcpy(&words, &v, sizeof(V));
-    tk::store_global<sizeof(V)>(p, words);
-}
-
 // Where row r of each tensor starts, in elements: the dims other than the reduced one, outermost first. By value.
 template <int kDims, int kTensors>
 struct Rows {
@@ -511,14 +494,9 @@ struct Reducer {
                     tk::arrive_expect(gathered, n * int(sizeof(Value)) + (draws ? 8 : 0));
                 }
                 if (tk::lane() < G::kCluster) {
-                    constexpr int kPiece = sizeof(Value) < 16 ? sizeof(Value) : 16;
-                    char* slot = reinterpret_cast<char*>(&slots[G::part() * G::kWarps + warp]);
-#pragma unroll
-                    for (int i = 0; i < int(sizeof(Value)); i += kPiece) {
-                        tk::Words<kPiece> words;
-                        memcpy(&words, reinterpret_cast<const char*>(&v) + i, kPiece);
-                        tk::store_peer(slot + i, words, gathered, tk::lane());
-                    }
+                    tk::Words<sizeof(Value)> words;
+                    memcpy(&words, &v, sizeof(Value));
+                    tk::store_peer(&slots[G::part() * G::kWarps + warp], words, gathered, tk::lane());
                 }
                 if (draws && G::part() == 0 && warp == 0) {
                     tk::Words<8> words;
@@ -542,18 +520,6 @@ struct Reducer {
     }
 };
 
-// How many of a row's last `left` columns are among the thread's, which begin with the first of them.
-template <class G>
-TK_DEVICE int own_columns(int left)
-{
-    int n = 0;
-#pragma unroll
-    for (int v = 0; v < G::kVecs; ++v) {
-        n += tk::max(0, tk::min(G::kVec, left - v * G::kStep));
-    }
-    return n;
-}
-
 // Sum of one value.
 template <class Acc>
 struct Sum {
@@ -569,34 +535,6 @@ struct Sum {
             v.s += tk::shuffle_xor(v.s, o);
         }
         return v;
-    }
-};
-
-// The mean of n values, and the sum of their squared distances from it. kEven: all values that are combined have the same n, which
-// saves instructions. Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-template <class Acc>
-struct MomentsOf { alignas(4 * sizeof(Acc)) Acc mean; Acc squares, n; };
-
-template <class Acc, bool kEven>
-struct Moments {
-    using Value = MomentsOf<Acc>;
-
-    TK_DEVICE static Value combine(Value a, Value b)
-    {
-        const Acc n = a.n + b.n, apart = b.mean - a.mean;
-        const Acc share = kEven ? Acc(0.5) : b.n * tk::reciprocal(n > Acc(0) ? n : Acc(1));
-        return {a.mean + apart * share, a.squares + b.squares + apart * apart * (a.n * share), n};
-    }
-    template <int kWidth>
-    TK_DEVICE static Value lanes(Value v)
-    {
-#pragma unroll
-        for (int o = kWidth / 2; o > 0; o /= 2) {
-            const Acc n = kEven ? v.n : tk::shuffle_xor(v.n, o);
-            v = combine(v, {tk::shuffle_xor(v.mean, o), tk::shuffle_xor(v.squares, o), n});
-        }
-        // Two lanes may have rounded differently.
-        return {tk::shuffle<kWidth>(v.mean, 0), tk::shuffle<kWidth>(v.squares, 0), v.n};
     }
 };
 

@@ -61,18 +61,21 @@ from ..testing import Sample, as_tuple, op_cases, row_bench, row_values
 
 # Elements of dy and of x that a thread holds backward, beside a sum for weight and one for bias of each, by their size: of
 # whole vectors, and of rows off alignment, whose many loads take registers. With 128 of them a thread nothing is spilled. Not
-# measured: neither these nor the teams nor the blocks below.
+# measured: neither these nor, but for short rows of two bytes, the teams and the blocks below.
 _HELD = {True: {2: 16, 4: 16, 8: 8}, False: {2: 8, 4: 8, 8: 8}}
 
 
 def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowConfig | None:
     """How bwd holds a row, by blocks that live on; None if it is longer than a cluster's registers."""
     vec = 16 // size if aligned else 2 if size == 2 else 1
+    # Up to 1024 columns of two bytes four blocks of 128 threads, 0.75 and 0.87 of the copy at 768 and 1024; two of 256 had 0.73
+    # and 0.82. NVIDIA H200, 2026-12-03.
+    threads, blocks = (128, 4) if size == 2 and aligned and n <= 1024 else (256, 2)
     for team in (1, 2, 4, 8, 16, 32, 64, 128, 256, THREADS):
         if n <= team * _HELD[aligned][size]:
             vecs = ceil_div(n, team * vec)
             vecs = vecs if team >= 32 else power_of_two(vecs)
-            return RowConfig(vec, team, max(256 // team, 1), 1, vecs, vecs, 2 if team < THREADS else 1)
+            return RowConfig(vec, team, max(threads // team, 1), 1, vecs, vecs, blocks if team < THREADS else 1)
     for cluster in (2, 4, 8, 16):
         if n <= cluster * THREADS * _HELD[aligned][size] and cluster <= max_cluster:
             vecs = ceil_div(n, cluster * THREADS * vec)
@@ -80,8 +83,41 @@ def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowC
     return None
 
 
-def _forward_config(n: int, size: int, streams: int, max_cluster: int, aligned: bool) -> RowConfig | None:
-    """As any op's rows, but for those of which ptxas 13.0 spills some: they are read more than once instead."""
+# layer_norm forward, of whole vectors, by the size of the elements: columns, threads a row, blocks of a cluster and blocks a
+# multiprocessor, where others than an rms norm's have more. Of the copy at 768, 1024, 8192, 16384 and 65536 columns, and of four
+# bytes at 1024, 4096, 8192 and 65536, with weight and bias; in brackets as rms norms are held. NVIDIA H200, 2026-12-03.
+_LAYER = {
+    2: [
+        (768, 32, 1, 6),  # 0.86 [0.78]
+        (1024, 32, 1, 8),  # 0.87 [0.82]
+        (2048, 64, 1, 8),
+        (4096, 128, 1, 4),  # 0.92
+        (8192, 128, 1, 6),  # 0.92 [0.88]
+        (16384, 256, 1, 3),  # 0.90 [0.88]
+        (32768, 256, 2, 3),
+        (65536, 256, 4, 3),  # 0.77 [0.70]
+    ],
+    4: [
+        (1024, 64, 1, 8),  # 0.92 [0.91]
+        (2048, 128, 1, 6),
+        (4096, 256, 1, 3),  # 0.96 [0.83]
+        (8192, 512, 1, 2),  # 0.95 [0.93]
+        (16384, 512, 1, 1),  # 0.89
+        (32768, 256, 4, 3),
+        (65536, 256, 8, 3),  # 0.84 [0.77]
+    ],
+}
+
+
+def _forward_config(n: int, size: int, streams: int, max_cluster: int, aligned: bool, rms: bool) -> RowConfig | None:
+    """As any op's rows, but for what was measured otherwise, and for those of which ptxas 13.0 spills some: they are read more than
+    once instead."""
+    vec = 16 // size
+    for columns, team, cluster, blocks in _LAYER.get(size, ()) if aligned and streams == 1 and not rms else ():
+        if n <= columns and n > columns // 4 and cluster <= max_cluster:
+            vecs = ceil_div(n, team * cluster * vec)
+            chunk = vecs if vecs <= 8 or vecs % 4 else 4
+            return RowConfig(vec, team, max(128 // team, 1), cluster, vecs, chunk, blocks)
     cfg = RowConfig.pick(n, size, size, streams, max_cluster, aligned)
     if cfg is None:
         return None
@@ -92,10 +128,18 @@ def _forward_config(n: int, size: int, streams: int, max_cluster: int, aligned: 
     return cfg if aligned else replace(cfg, blocks_per_sm=min(cfg.blocks_per_sm, 256 // cfg.threads or 1))
 
 
-def _forward_kernel(layout: Layout, device: Device) -> RowKernel | None:
+def _holds(k: RowKernel, each: int, aligned: bool) -> bool:
+    """Whether a thread keeps parameters, ``each`` bytes a column: where its block takes row after row and it has the registers. rms
+    norms of 65536 columns had 0.95 of the copy with, 0.82 without; of 1024, by blocks that end with their rows, 0.83 and 0.98."""
+    c = k.cfg
+    threads, held = c.threads * c.blocks_per_sm, c.vecs * c.vec * each
+    return aligned and k.ring is not None and bool(c.blocks_per_sm) and held <= (128 if threads <= 512 else 64)
+
+
+def _forward_kernel(layout: Layout, device: Device, rms: bool) -> RowKernel | None:
     size, streams = layout.tensors[0].itemsize, len(layout.tensors) - 1
     aligned = layout.aligned(16 // size)
-    cfg = _forward_config(layout.n, size, streams, device.max_cluster, aligned)
+    cfg = _forward_config(layout.n, size, streams, device.max_cluster, aligned, rms)
     return None if cfg is None else RowKernel(cfg, RingConfig.pick(cfg, layout, streams, device, aligned))
 
 
@@ -200,11 +244,13 @@ def _forward(
         kRms=rms,
         kAdd=h is not None,
     )
-    row = _forward_kernel(layout, device_of(x))
+    row = _forward_kernel(layout, device_of(x), rms)
     if row is not None:
         dims_, _ = rows_struct(layout.rows, len(layout.tensors))
-        kernel = template("layer_norm").kernel("fwd", **types, **row.params(dims_))
-        value = (1 if rms else 4) * ITEMSIZE[acc_of(x.dtype)]  # a sum of squares, or moments
+        each = sum(ITEMSIZE[p.dtype] for p in (weight, bias) if p is not None)
+        hold = _holds(row, each, layout.aligned(16 // x.itemsize))
+        kernel = template("layer_norm").kernel("fwd", **types, kHold=hold, **row.params(dims_))
+        value = 2 * ITEMSIZE[acc_of(x.dtype)]
         launches.append(row.launch(kernel, layout, value, tensors, more, spare_extents=2 - len(inputs)))
     else:
         cells, params, launch = _wide_params(layout)
@@ -215,7 +261,6 @@ def _forward(
     return plan(outputs, *launches)
 
 
-TOTAL_WARPS, TOTAL_AHEAD = 16, 8  # layer_norm::kWarps, kAhead
 DW, DB = 1, 2  # what the backward is to give beside dx
 
 
@@ -263,7 +308,9 @@ def _backward(
         blocks = c.live_blocks(device) if row.ring is None else row.ring.blocks
         count = min(ceil_div(layout.n_rows, c.teams), max(blocks // c.cluster, 1)) * groups
         partial = partials(count)
-        kernel = template("layer_norm").kernel("bwd", **_types(h, weight, zero), kRms=rms, **sums, **row.params(n_dims))
+        hold = _holds(row, ITEMSIZE[weight.dtype] if weight else 0, layout.aligned(16 // h.itemsize))
+        types = dict(**_types(h, weight, zero), kRms=rms, **sums, kHold=hold)
+        kernel = template("layer_norm").kernel("bwd", **types, **row.params(n_dims))
         launches.append(row.launch(kernel, layout, 2 * size, (dx, *partial, *given), blocks=blocks))
     else:
         cells, params, launch = _wide_params(layout)
@@ -282,9 +329,9 @@ def _backward(
         types = dict(Acc=acc_of(h.dtype), W=weight.dtype if weight else h.dtype, B=bias_dtype or h.dtype)
         kernel = template("layer_norm").kernel("total", **types, **sums)
         given = (dw, db, *partial, i64(count), i64(layout.n))
-        warps = min(power_of_two(ceil_div(count, TOTAL_AHEAD)), TOTAL_WARPS)
-        shape = dict(grid=ceil_div(layout.n, 32), block=32 * warps, smem=TOTAL_WARPS * 32 * size)
-        launches.append(kernel.launch(**shape, args=given))
+        # A warp for two rows of them or more, up to layer_norm::kWarps.
+        block = 32 * min(power_of_two(ceil_div(count, 2)), 16)
+        launches.append(kernel.launch(grid=ceil_div(layout.n, 32), block=block, smem=16 * 32 * size, args=given))
     return plan(outputs, *launches)
 
 
@@ -313,14 +360,16 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
                 sums = dict(kDw=flag, kDb=flag)
                 for aligned in (False, True):
                     streams = 2 if flag else 1
-                    pick = [_forward_config(n, size, streams, device.max_cluster, aligned) for n in lengths]
+                    pick = [_forward_config(n, size, streams, device.max_cluster, aligned, rms) for n in lengths]
+                    each = ITEMSIZE[parameter]
                     for cfg in filter(None, dict.fromkeys(pick)):
-                        for ring in rings:
-                            yield "fwd", dict(**forward, **RowKernel(cfg, ring).params(d))
+                        for k in (RowKernel(cfg, ring) for ring in rings):
+                            hold = _holds(k, each if rms else 2 * each, aligned)
+                            yield "fwd", dict(**forward, kHold=hold, **k.params(d))
                     pick = [_backward_config(n, size, device.max_cluster, aligned) for n in lengths]
                     for cfg in filter(None, dict.fromkeys(pick)):
-                        for ring in rings:
-                            yield "bwd", dict(**backward, **sums, **RowKernel(cfg, ring).params(d))
+                        for k in (RowKernel(cfg, ring) for ring in rings):
+                            yield "bwd", dict(**backward, **sums, kHold=_holds(k, each, aligned), **k.params(d))
                     vec = 16 // size if aligned else 1
                     yield "fwd_wide", dict(**forward, kVec=vec, kDims=d)
                     if flag:
