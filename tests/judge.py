@@ -38,6 +38,9 @@ class Answer:
         return self.outputs + self.gradients
 
 
+SEED = 0  # of what a judged call draws
+
+
 def upstream(outputs: Sequence[Tensor], seed: int = 1) -> list[Tensor]:
     """A random gradient for each output."""
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
@@ -53,7 +56,7 @@ def answer(
 ) -> Answer:
     """Call the function and differentiate it; ``grads`` are by default those of :func:`upstream`."""
     args = as_leaves(args)
-    torch.manual_seed(0)  # what is random is the same each time
+    torch.manual_seed(SEED)  # what is random is the same each time
     outputs = as_tuple(function(*args, **(kwargs or {})))
     leaves = [arg for arg in args if is_float(arg)]
     found = torch.autograd.grad(outputs, leaves, grads or upstream(outputs)) if leaves else ()

@@ -274,9 +274,10 @@ def _holds_gradient(dtype: str, smooth: bool, k: RowKernel) -> bool:
     A thread has its exponentials, of two bytes the elements too, off alignment what says where its row ends, and 72 more; by
     ptxas 13.0, which spills at less.
     """
-    if not smooth:
-        return True
     c = k.cfg
+    # Without it, but where a thread holds 64 floats without a ring: ptxas 13.0 spills one of sm_75's.
+    if not smooth and not (k.ring is None and ITEMSIZE[dtype] == 4 and c.vecs * c.vec >= 64):
+        return True
     resident = k.params(1)["kResident"]
     size = ITEMSIZE[dtype]
     each = (2 if size == 8 else 1) + (0.5 if size == 2 else 0) + (0.5 if c.vec * size < 16 else 0)

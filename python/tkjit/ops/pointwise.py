@@ -254,7 +254,7 @@ def _gate(
         return _op(
             name, f"{sums}T y = {f} * {up}", f"{sums}T dgate = dy * {up} * {df}; T dup = dy * {f}; {more}",
             functools.partial(_gate_of, activation),
-            lambda gate, up, *biases: (functools.partial(public(), bias=biases or None), (gate, up)), inputs,
+            lambda gate, up, *biases: (functools.partial(public(), bias=biases) if biases else public(), (gate, up)), inputs,
         )  # fmt: skip
 
     return (
