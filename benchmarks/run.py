@@ -252,6 +252,21 @@ def spoil(call: peers.Call) -> None:
     del held
 
 
+def gradients(
+    call: peers.Call, args: Sequence[Any], grads: Sequence[torch.Tensor], places: Sequence[int], wide: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Of the arguments in these places, by torch's own function; ``wide``: in float64."""
+    leaves = tuple(
+        (a.detach().double() if wide else a.detach()).requires_grad_() if i in call.case.grad_of else a
+        for i, a in enumerate(args)
+    )
+    reference = call.op.reference
+    outputs = in_float64(reference, leaves, call.kwargs) if wide else reference(*leaves, **call.kwargs)
+    return torch.autograd.grad(
+        as_tuple(outputs), [leaves[i] for i in places], [g.double() if wide else g for g in grads]
+    )
+
+
 class Expected:
     """What a call should return, from float64, on some of the rows where these are independent."""
 
@@ -260,43 +275,33 @@ class Expected:
         args = tuple(self._part(a) if isinstance(a, torch.Tensor) else a for a in call.args)
         grads = tuple(map(self._part, call.grads))
         self.op, self.slack = call.op, call.op.slack[call.direction == "backward"]
-        function, kwargs, grad_of = call.op.reference, call.kwargs, call.case.grad_of
         if call.direction == "forward":
             with torch.no_grad():
-                self.want = as_tuple(in_float64(function, args, kwargs))
-                self.torch = as_tuple(function(*args, **kwargs))
+                self.want = as_tuple(in_float64(call.op.reference, args, call.kwargs))
+                self.torch = as_tuple(call.op.reference(*args, **call.kwargs))
         else:
-            leaves = tuple(a.detach().requires_grad_() if i in grad_of else a for i, a in enumerate(args))
-            wide = tuple(a.detach().double().requires_grad_() if i in grad_of else a for i, a in enumerate(args))
-            outputs = as_tuple(in_float64(function, wide, kwargs))
-            self.want = torch.autograd.grad(outputs, [wide[i] for i in grad_of], [g.double() for g in grads])
-            outputs = as_tuple(function(*leaves, **kwargs))
-            self.torch = torch.autograd.grad(outputs, [leaves[i] for i in grad_of], grads)
+            grad_of = call.case.grad_of
+            self.want = gradients(call, args, grads, grad_of, wide=True)
+            self.torch = gradients(call, args, grads, grad_of)
             if self.rows is not None and not all(self._has_rows(call.args[i]) for i in grad_of):
                 self._sum_over_all_rows(call)
 
     def _sum_over_all_rows(self, call: peers.Call) -> None:
         """Of weights and their like: each row adds to their gradients."""
-        function, kwargs, grad_of = call.op.reference, call.kwargs, call.case.grad_of
-        of = [k for k, i in enumerate(grad_of) if not self._has_rows(call.args[i])]
-        want, own = list(self.want), list(self.torch)
-        for k in of:
+        own = {i: k for k, i in enumerate(call.case.grad_of) if not self._has_rows(call.args[i])}
+        want, torchs = list(self.want), list(self.torch)
+        for k in own.values():
             want[k] = torch.zeros_like(want[k])
         step = max(1, 4 * CHECK_ELEMENTS // max(1, call.args[0].numel() // self.batch))
         for at in range(0, self.batch, step):
             args, grads = (
                 [t[at : at + step] if self._has_rows(t) else t for t in ts] for ts in (call.args, call.grads)
             )
-            wide = [a.detach().double().requires_grad_() if i in grad_of else a for i, a in enumerate(args)]
-            outputs = as_tuple(in_float64(function, tuple(wide), kwargs))
-            found = torch.autograd.grad(outputs, [wide[grad_of[k]] for k in of], [g.double() for g in grads])
-            for k, one in zip(of, found, strict=True):
+            for k, one in zip(own.values(), gradients(call, args, grads, list(own), wide=True), strict=True):
                 want[k] += one
-        leaves = [a.detach().requires_grad_() if i in grad_of else a for i, a in enumerate(call.args)]
-        outputs = as_tuple(function(*leaves, **kwargs))
-        for k, one in zip(of, torch.autograd.grad(outputs, [leaves[grad_of[k]] for k in of], call.grads), strict=True):
-            own[k] = one
-        self.want, self.torch = tuple(want), tuple(own)
+        for k, one in zip(own.values(), gradients(call, call.args, call.grads, list(own)), strict=True):
+            torchs[k] = one
+        self.want, self.torch = tuple(want), tuple(torchs)
 
     def _has_rows(self, tensor: Any) -> bool:
         return isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.shape[0] == self.batch

@@ -80,6 +80,19 @@ def place(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """The same random numbers for each test, and no plan of another's."""
+    import torch
+
+    import tkjit
+
+    torch.manual_seed(0)
+    tkjit.cache.clear_plans()
+    yield
+    tkjit.cache.clear_plans()
+
+
+@pytest.fixture
 def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of few of them, and rings for tensors of any size: blocks that live on take several rows of a small one."""
     from tkjit import _device, _rows

@@ -139,3 +139,9 @@ def assert_same(a: Sequence[Tensor], b: Sequence[Tensor], label: str = "") -> No
             raise AssertionError(
                 f"{label}, tensor {i}: {count} of {differ.numel()} differ, first at {where}: {left[where]}, {right[where]}"
             )
+
+
+def assert_spills_nothing(launch: Any, arch: str) -> None:
+    """Of a plan's launch."""
+    facts = launch.instance.compiled(arch).facts
+    assert facts["spill_stores"] == facts["spill_loads"] == 0, (launch.instance.expression, facts)

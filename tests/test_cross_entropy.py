@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,12 +30,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp3
 every_arch = pytest.mark.parametrize("arch", ("sm_80", "sm_90a"))
 
 
-@pytest.fixture(autouse=True)
-def fresh_plans() -> Iterator[None]:
-    torch.manual_seed(0)
-    tkjit.cache.clear_plans()
-    yield
-    tkjit.cache.clear_plans()
+pytestmark = pytest.mark.usefixtures("fresh_plans")
 
 
 def plain(

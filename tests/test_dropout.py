@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tkjit
+from judge import assert_spills_nothing
 from tkjit import _elementwise
 from tkjit._device import ARCHS
 from tkjit._plan import Spec
@@ -311,8 +312,7 @@ def test_kernels_compile_for_every_architecture_and_spill_nothing(arch: str) -> 
                 x = Spec(dtype, (64, 64), strides, 0, 16)
                 seed = Spec("int64", (), (), 0, 16)
                 (launch,) = _elementwise.planner_of(op.text)(*[x] * len(names), *numbers, seed).launches
-                facts = launch.instance.compiled(arch).facts
-                assert facts["spill_stores"] == facts["spill_loads"] == 0, (launch.instance.expression, facts)
+                assert_spills_nothing(launch, arch)
 
 
 # --- of a GPU alone ----------------------------------------------------------------------------------------------------

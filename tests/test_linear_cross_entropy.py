@@ -7,7 +7,7 @@ Everything here runs on the emulator with checks, and what is marked so on a GPU
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,12 +31,7 @@ every_reduction = pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 SLACK = module.CASES.slack
 
 
-@pytest.fixture(autouse=True)
-def fresh_plans() -> Iterator[None]:
-    torch.manual_seed(0)
-    tkjit.cache.clear_plans()
-    yield
-    tkjit.cache.clear_plans()
+pytestmark = pytest.mark.usefixtures("fresh_plans")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import tkjit
 from emulate import emulating
-from judge import check
+from judge import assert_spills_nothing, check
 from tkjit import _elementwise
 from tkjit._device import ARCHS
 from tkjit._plan import Spec
@@ -316,8 +316,7 @@ def test_kernels_compile_for_every_architecture_and_spill_nothing(arch: str) -> 
             for shape, strides in (((64, 64), (64, 1)), ((5, 7), (9, 1))):
                 given = [2.0 if name == "alpha" else Spec(dtype, shape, strides, 0, 16) for _, name in op.text.inputs]
                 (launch,) = _elementwise.planner_of(op.text)(*given).launches
-                facts = launch.instance.compiled(arch).facts
-                assert facts["spill_stores"] == facts["spill_loads"] == 0, (launch.instance.expression, facts)
+                assert_spills_nothing(launch, arch)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tkjit
 from emulate import emulating
-from judge import check, same_bits
+from judge import assert_spills_nothing, check, same_bits
 from tkjit import _elementwise, _reduction
 from tkjit._device import ARCHS
 from tkjit._plan import Spec
@@ -356,8 +356,7 @@ def test_kernels_compile_for_every_architecture_and_spill_nothing(arch: str) -> 
     ):  # fmt: skip
         spec = Spec(dtype, shape, _elementwise.row_major(shape), 0, 16)
         for launch in _reduction.planner_of(op.text)(spec, dims, False).launches:
-            facts = launch.instance.compiled(arch).facts
-            assert facts["spill_stores"] == facts["spill_loads"] == 0, (launch.instance.expression, facts)
+            assert_spills_nothing(launch, arch)
 
 
 @pytest.mark.gpu

@@ -203,8 +203,8 @@ TK_DEVICE A sum_by_block(int64_t lo, int64_t hi, F value)
 //
 // Template: row::Geometry's numbers; kDims outer dims. Launch and x_extent, stages, slot_bytes, counter as softmax::fwd.
 
-template <class T, class L, class S, bool kWhole, bool kGrad, bool kSmooth, int kTeam, int kTeams, int kCluster, int kVecs, int kChunkVecs,
-          bool kRing, int kVec, int kResident, int kDims>
+template <class T, class L, class S, bool kWhole, bool kGrad, bool kSmooth, int kTeam, int kTeams, int kCluster,
+          int kVecs, int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(T* dx,                     // (n_rows, n_cols); kGrad
     const T* x,                // (n_rows, n_cols)

@@ -31,6 +31,15 @@ using Sums = row::Sums<tk::accumulator_t<T>>;
 // How a parameter counts: not at all, as it is, or as one more, which is a zero-centred weight.
 enum Counts { kAbsent, kPlain, kPlusOne };
 
+template <int kCounts, int kVec, class A, class Acc>
+TK_DEVICE void counted(const A (&a)[kVec], Acc (&out)[kVec])
+{
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+        out[i] = kCounts == kPlusOne ? Acc(a[i]) + Acc(1) : Acc(a[i]);
+    }
+}
+
 // A parameter's elements [col, col + kVec) before n_cols, as they count. kWhole: all of them are there, in whole vectors.
 template <int kCounts, bool kWhole, int kVec, class P, class Acc>
 TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc (&out)[kVec])
@@ -48,10 +57,7 @@ TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc (&out)[kV
             }
         }
     }
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-        out[i] = kCounts == kPlusOne ? Acc(a[i]) + Acc(1) : Acc(a[i]);
-    }
+    counted<kCounts>(a, out);
 }
 
 // A parameter in a thread's columns: kept, or read with each row from the caches.
@@ -107,10 +113,7 @@ private:
         if constexpr (kHeld) {
             typename Vec::Acc a[G::kVec];
             kept[v].again().unpack(a);
-#pragma unroll
-            for (int i = 0; i < G::kVec; ++i) {
-                out[i] = kCounts == kPlusOne ? Acc(a[i]) + Acc(1) : Acc(a[i]);
-            }
+            counted<kCounts>(a, out);
         } else {
             parameters<kCounts, G::kAligned>(p, G::first_col() + v * G::kStep, n_cols, out);
         }
@@ -181,10 +184,11 @@ TK_DEVICE Stats<Acc> of_huge(int64_t n, Acc eps, At small)
 // ---- rows held in registers ----------------------------------------------------------------------------------------
 //
 // Template: row::Geometry's numbers; kDims outer dims; kHold: parameters are kept in registers, for blocks that take row after row
-// of whole vectors. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of kCluster. extents, stages, slot_bytes, counter: see row::Input.
+// of whole vectors. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of kCluster. extents, stages, slot_bytes,
+// counter: see row::Input.
 
-template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, bool kHold, int kTeam, int kTeams, int kCluster, int kVecs,
-          int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
+template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, bool kHold, int kTeam, int kTeams,
+          int kCluster, int kVecs, int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(T* y,                         // (n_rows, n_cols)
     T* h,                         // (n_rows, n_cols); kAdd only
@@ -332,8 +336,8 @@ TK_DEVICE void save_sums(Acc (&sum)[G::kVecs][G::kVec], Acc* partial, int n_cols
 }
 
 // Rows are dealt out in turn, never drawn (counter is null): so a block's sums are of the same rows every time.
-template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, bool kHold, int kTeam, int kTeams, int kCluster, int kVecs,
-          int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
+template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, bool kHold, int kTeam, int kTeams,
+          int kCluster, int kVecs, int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 bwd(T* dx,                               // (n_rows, n_cols)
     tk::accumulator_t<T>* partial_dw,    // (groups of the grid, n_cols); kDw only

@@ -237,10 +237,7 @@ class RowConfig:
                 return cls(vec, team, teams, cluster, vecs, vecs, blocks)
             if team == THREADS and vec == 8 and streams == 1 and vecs > 4:
                 vecs = 8  # at 5 to 7 ptxas 13.0 spills float16's log_softmax, at 8 it does not
-            # A warp's part of a row is one chunk of up to 4 KB (0.94 of the copy at 128k columns, forward, where chunks of
-            # 4 vectors gave 0.92), or, when it is more, chunks of 4 vectors.
-            chunk = vecs if streams * vecs <= 8 or vecs % 4 or team < 32 else 4
-            return cls(vec, team, teams, cluster, vecs, chunk, blocks)
+            return cls(vec, team, teams, cluster, vecs, chunk_of(vecs, streams, team), blocks)
 
         # Short rows: 64 bytes a thread. 0.97-0.99 of the copy at 256 and 1024 columns. Off alignment 32: element by element
         # they are as many instructions, which take as long to compile.
@@ -276,6 +273,12 @@ class RowConfig:
         # and of 8, 112 clusters of 16. A cluster more than that would start when the others are done.
         sms = device.sms if self.cluster <= 2 else device.sms * 10 // 11
         return max(sms // self.cluster, 1) * self.cluster * self.blocks_per_sm
+
+
+def chunk_of(vecs: int, streams: int, team: int) -> int:
+    """Vectors of a chunk. A warp's part of a row is one of up to 4 KB (0.94 of the copy at 128k columns, forward, where chunks of 4
+    vectors gave 0.92), or, when it is more, chunks of 4 vectors."""
+    return vecs if streams * vecs <= 8 or vecs % 4 or team < 32 else 4
 
 
 RING_BYTES = 16 << 20  # of all tensors: below, a kernel is over before a ring pays

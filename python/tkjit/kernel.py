@@ -36,6 +36,7 @@ from ._torch import (
     transformed,
     written,
 )
+from .testing import as_tuple
 
 __all__ = [
     "Elementwise",
@@ -183,7 +184,7 @@ class Elementwise:
             op = self.of_outputs(frozenset(computed))
             # An output that of_outputs left out has no gradient.
             found = op(*(values[name] if name in values else like.new_zeros(()) for _, name in op.text.inputs))
-            known |= zip((name for _, name in op.text.outputs), found if isinstance(found, tuple) else (found,))
+            known |= zip((name for _, name in op.text.outputs), as_tuple(found))
         return {name: known[copies.get(name, name)] for name in wanted}
 
     def _differentiable(self, grads: Sequence[Tensor | None], args: Sequence[Any], needs: Sequence[bool]) -> list:
@@ -192,7 +193,7 @@ class Elementwise:
         args = [arg.view_as(arg) if isinstance(arg, Tensor) else arg for arg in args]
         found = self.composite(*args)  # type: ignore[misc]
         wanted = [arg for arg, need in zip(args, needs) if need]
-        outs = found if isinstance(found, tuple) else (found,)
+        outs = as_tuple(found)
         pairs = [(out, g) for out, g in zip(outs, grads) if g is not None]
         made = iter(torch.autograd.grad([out for out, _ in pairs], wanted, [g for _, g in pairs], create_graph=True))
         return [next(made) if need else None for need in needs]
@@ -246,7 +247,7 @@ class _Function(torch.autograd.Function):
         op = type(ctx)._forward_cls.op
         args = filled(ctx.arguments, tensors)
         found = op.raw(*args)
-        outs = found if isinstance(found, tuple) else (found,)
+        outs = as_tuple(found)
         ctx.likes = _likes((*args, *outs))
         values = (*args, *outs)
         ctx.save_for_backward(*(v if kept else None for v, kept in zip(values, op.kept) if isinstance(v, Tensor)))
@@ -255,13 +256,17 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         op = type(ctx)._forward_cls.op
-        saved = ctx.saved_tensors
-        n = sum(given is ... for given in ctx.arguments)
-        args = filled(ctx.arguments, saved[:n])
-        needs = iter(ctx.needs_input_grad)
-        wanted = [given is ... and next(needs) for given in ctx.arguments]
-        found = op.gradients(grads, args, saved[n:], ctx.likes, wanted)
+        args, outs, wanted = _of_backward(ctx)
+        found = op.gradients(grads, args, outs, ctx.likes, wanted)
         return tuple(g for g, given in zip(found, ctx.arguments) if given is ...)
+
+
+def _of_backward(ctx) -> tuple[list, Sequence[Any], list[bool]]:
+    """The call's arguments, what was saved behind its tensors, and which arguments need a gradient."""
+    saved = ctx.saved_tensors
+    n = sum(given is ... for given in ctx.arguments)
+    needs = iter(ctx.needs_input_grad)
+    return filled(ctx.arguments, saved[:n]), saved[n:], [given is ... and next(needs) for given in ctx.arguments]
 
 
 class Reduction:
@@ -420,8 +425,7 @@ class Reduction:
             for i, tensor in zip(where, tensors):
                 all_args[i] = tensor
             found = self.composite(*all_args, dim=tuple(gone), keepdim=True)  # type: ignore[misc]
-            found = found if isinstance(found, tuple) else (found,)
-            return [found[i] for i in given]
+            return [as_tuple(found)[i] for i in given]
 
         upstream = [grads[i].reshape(column) for i in given]  # type: ignore[union-attr]
         made = iter(gradients_through(outputs, [args[i] for i in where], upstream))
@@ -465,8 +469,7 @@ class _Reduced(torch.autograd.Function):
     def forward(ctx, *tensors):
         op = type(ctx)._forward_cls.op
         args = filled(ctx.arguments, tensors)
-        found = op.raw_kept(*args)
-        outs = found if isinstance(found, tuple) else (found,)
+        outs = as_tuple(op.raw_kept(*args))
         ctx.likes = _likes(args[:-2])
         ctx.save_for_backward(*op.saved(args[:-2], outs))
         ctx.set_materialize_grads(False)
@@ -475,12 +478,8 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         op = type(ctx)._forward_cls.op
-        saved = ctx.saved_tensors
-        n = sum(given is ... for given in ctx.arguments)
-        args = filled(ctx.arguments, saved[:n])
-        needs = iter(ctx.needs_input_grad)
-        wanted = [given is ... and next(needs) for given in ctx.arguments[:-2]]
-        found = op.gradients(grads, args[:-2], saved[n:], args[-2], ctx.likes, wanted)
+        (*args, dims, _), outs, wanted = _of_backward(ctx)
+        found = op.gradients(grads, args, outs, dims, ctx.likes, wanted[:-2])
         return tuple(g for g, given in zip(found, ctx.arguments) if given is ...)
 
 
@@ -493,8 +492,7 @@ def _arguments(kinds: str, tensors: Sequence[Any], numbers: Sequence[Any]) -> li
 
 
 def _run(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
-    found = registered[key].raw(*_arguments(kinds, tensors, numbers))
-    return list(found) if isinstance(found, tuple) else [found]
+    return list(as_tuple(registered[key].raw(*_arguments(kinds, tensors, numbers))))
 
 
 def _fake(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
@@ -518,11 +516,20 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grads):
+    args, outs, wanted = _of_library_backward(ctx)
+    return _library_gradients(ctx, registered[ctx.key].gradients(grads, args, outs, ctx.likes, wanted))
+
+
+def _of_library_backward(ctx) -> tuple[list, Sequence[Any], list[bool]]:
+    """As _of_backward."""
     saved = ctx.saved_tensors
-    args = _arguments(ctx.kinds, saved[: ctx.n], ctx.numbers)
     needs = iter(ctx.needs_input_grad[2])
     wanted = [kind == "t" and next(needs) for kind in ctx.kinds]
-    found = registered[ctx.key].gradients(grads, args, saved[ctx.n :], ctx.likes, wanted)
+    return _arguments(ctx.kinds, saved[: ctx.n], ctx.numbers), saved[ctx.n :], wanted
+
+
+def _library_gradients(ctx, found: Sequence[Any]) -> tuple:
+    """Of op, kinds, tensors and numbers."""
     # torch counts an empty list as one of tensors, and one of numbers as a single argument.
     return None, None, [g for g, kind in zip(found, ctx.kinds) if kind == "t"], None if ctx.numbers else []
 
@@ -539,8 +546,7 @@ _op = define(
 def _run_reduction(
     key: str, kinds: str, tensors: list[Tensor], numbers: list, dims: int, keepdim: bool
 ) -> list[Tensor]:
-    found = reductions[key].raw_kept(*_arguments(kinds, tensors, numbers), dims, keepdim)
-    return list(found) if isinstance(found, tuple) else [found]
+    return list(as_tuple(reductions[key].raw_kept(*_arguments(kinds, tensors, numbers), dims, keepdim)))
 
 
 def _fake_reduction(
@@ -563,13 +569,9 @@ def _setup_reduction(ctx, inputs, output):
 
 
 def _backward_reduction(ctx, grads):
-    saved = ctx.saved_tensors
-    args = _arguments(ctx.kinds, saved[: ctx.n], ctx.numbers)
-    needs = iter(ctx.needs_input_grad[2])
-    wanted = [kind == "t" and next(needs) for kind in ctx.kinds]
-    found = reductions[ctx.key].gradients(grads, args, saved[ctx.n :], ctx.dims, ctx.likes, wanted)
-    gradients = [g for g, kind in zip(found, ctx.kinds) if kind == "t"]
-    return None, None, gradients, None if ctx.numbers else [], None, None
+    args, outs, wanted = _of_library_backward(ctx)
+    found = reductions[ctx.key].gradients(grads, args, outs, ctx.dims, ctx.likes, wanted)
+    return *_library_gradients(ctx, found), None, None
 
 
 _reduction_op = define(
@@ -625,9 +627,6 @@ def elementwise(
         ValueError: Text or declarations that can't be read.
         CompileError: At the first call, with the text's own line numbers, where the text is no CUDA.
         RuntimeError: At a call: shapes that don't broadcast; at a backward, when there is no ``grad``.
-
-    A text that names ``random``, from 0 to below 1, or ``random_bits``, 32 of them, gets them for each element by its place, with a
-    seed from torch's generator.
 
     In the text float16 and bfloat16 values are float; results are rounded once. CUDA's mathematical functions are there by their
     overloaded names (``erf``, ``sin``, ``expm1``, ``lgamma``) and in fast forms (``__expf``, ``__fdividef``); ``kFast`` is true
@@ -1019,20 +1018,16 @@ def _identity(function: Callable | None) -> str:
     return f"{getattr(function, '__qualname__', '')} {code and code.co_code.hex()} {code and code.co_names}"
 
 
-def _as_list(found: Any) -> list:
-    return list(found) if isinstance(found, (tuple, list)) else [found]
-
-
 def _run_kernel(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
     op, args = kernel_ops[key], _arguments(kinds, tensors, numbers)
     with torch.no_grad():
-        outs = _as_list(op.outputs(*args))
+        outs = list(as_tuple(op.outputs(*args)))
         op.kernel.launch(**op.launch(*outs, *args))
     return outs
 
 
 def _fake_kernel(key: str, kinds: str, tensors: list[Tensor], numbers: list) -> list[Tensor]:
-    return _as_list(kernel_ops[key].outputs(*_arguments(kinds, tensors, numbers)))
+    return list(as_tuple(kernel_ops[key].outputs(*_arguments(kinds, tensors, numbers))))
 
 
 def _setup_kernel(ctx, inputs, output):
@@ -1047,7 +1042,7 @@ def _backward_kernel(ctx, grads):
         raise RuntimeError(f"{op.kernel.name}: it has no gradient; give op() a backward=")
     outs = saved[ctx.n :]
     given = [torch.zeros_like(out) if g is None else g.contiguous() for g, out in zip(grads, outs)]
-    found = _as_list(op.backward(*given, *_arguments(ctx.kinds, saved[: ctx.n], ctx.numbers), *outs))
+    found = list(as_tuple(op.backward(*given, *_arguments(ctx.kinds, saved[: ctx.n], ctx.numbers), *outs)))
     if len(found) != ctx.n:
         raise RuntimeError(f"{op.kernel.name}: its backward gives {len(found)} gradients for {ctx.n} tensors")
     return None, None, found, None if ctx.numbers else []

@@ -40,6 +40,20 @@ template <> inline constexpr bool kIsFloat<double> = true;
 template <> inline constexpr bool kIsFloat<tk::f16> = true;
 template <> inline constexpr bool kIsFloat<tk::bf16> = true;
 
+// Elements before place i of dims in row-major order. 64 bits: the reach of the strides may pass 2^31 whatever the count of elements.
+template <int kDims, class Index>
+TK_DEVICE int64_t offset_of(Index i, const Index (&size)[kDims], const int64_t (&stride)[kDims])
+{
+    int64_t o = 0;
+#pragma unroll
+    for (int d = kDims - 1; d > 0; --d) {
+        const Index q = i / size[d];
+        o += int64_t(i - q * size[d]) * stride[d];
+        i = q;
+    }
+    return o + int64_t(i) * stride[0];
+}
+
 template <int kTensors, int kNumbers, int kDims, class Index>
 struct Arguments {
     void* tensor[kTensors];
@@ -48,18 +62,7 @@ struct Arguments {
     Index size[kDims];                // the innermost in vectors
     Index n;                          // vectors
 
-    // 64 bits: the reach of the strides may pass 2^31 whatever the count of elements.
-    TK_DEVICE int64_t offset(int t, Index i) const
-    {
-        int64_t o = 0;
-#pragma unroll
-        for (int d = kDims - 1; d > 0; --d) {
-            const Index q = i / size[d];
-            o += int64_t(i - q * size[d]) * stride[t][d];
-            i = q;
-        }
-        return o + int64_t(i) * stride[t][0];
-    }
+    TK_DEVICE int64_t offset(int t, Index i) const { return offset_of(i, size, stride[t]); }
 };
 
 // kN elements as they lie in memory.

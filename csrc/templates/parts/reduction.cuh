@@ -57,18 +57,9 @@ struct Arguments {
         }
         return at;
     }
-    // 64 bits: the reach of the strides may pass 2^31 whatever the count of elements.
     TK_DEVICE int64_t offset(int t, const At& at) const
     {
-        int64_t o = at.base[t];
-        Index i = at.place;
-#pragma unroll
-        for (int d = kReduced - 1; d > 0; --d) {
-            const Index q = i / reduced[d];
-            o += int64_t(i - q * reduced[d]) * reduced_stride[t][d];
-            i = q;
-        }
-        return o + int64_t(i) * reduced_stride[t][0];
+        return at.base[t] + elementwise::offset_of(at.place, reduced, reduced_stride[t]);
     }
     TK_DEVICE int64_t offset(int t, const Output& out) const { return out.base[t] + out.i * step(t, false); }
     // Between the elements of a vector; 0 where it lies along the other dims.

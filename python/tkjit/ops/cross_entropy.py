@@ -269,13 +269,13 @@ def _sums_itself(c: _Loss, layout: Layout) -> bool:
 
 
 def _holds_gradient(dtype: str, smooth: bool, k: RowKernel) -> bool:
-    """Whether fwd may write the gradient of such rows: with smoothing, only where that leaves it the registers.
+    """Whether fwd may write the gradient of such rows: only where that leaves it the registers.
 
     A thread has its exponentials, of two bytes the elements too, off alignment what says where its row ends, and 72 more; by
     ptxas 13.0, which spills at less.
     """
     c = k.cfg
-    # Without it, but where a thread holds 64 floats without a ring: ptxas 13.0 spills one of sm_75's.
+    # Without smoothing it does, but where a thread holds 64 floats and has no ring: ptxas 13.0 spills one of sm_75's.
     if not smooth and not (k.ring is None and ITEMSIZE[dtype] == 4 and c.vecs * c.vec >= 64):
         return True
     resident = k.params(1)["kResident"]

@@ -49,6 +49,7 @@ from .._rows import (
     RowKernel,
     acc_of,
     ceil_div,
+    chunk_of,
     power_of_two,
     rows_struct,
     shared_bytes,
@@ -84,27 +85,28 @@ def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowC
 
 
 # layer_norm forward, of whole vectors, by the size of the elements: columns, threads a row, blocks of a cluster and blocks a
-# multiprocessor, where others than an rms norm's have more. Of the copy at 768, 1024, 8192, 16384 and 65536 columns, and of four
-# bytes at 1024, 4096, 8192 and 65536, with weight and bias; in brackets as rms norms are held. NVIDIA H200, 2026-12-03.
+# multiprocessor, where others than an rms norm's have more. Of the copy, with weight and bias, at the columns that have a number;
+# in brackets the rate of rows held as an rms norm's, by another timing. NVIDIA H200, 2026-12-03, `benchmarks/run.py layer_norm
+# --device --peer torch --rounds 8`.
 _LAYER = {
     2: [
-        (768, 32, 1, 6),  # 0.86 [0.78]
-        (1024, 32, 1, 8),  # 0.87 [0.82]
+        (768, 32, 1, 6),  # 0.860 [0.78]
+        (1024, 32, 1, 8),  # 0.870 [0.82]
         (2048, 64, 1, 8),
-        (4096, 128, 1, 4),  # 0.92
-        (8192, 128, 1, 6),  # 0.92 [0.88]
-        (16384, 256, 1, 3),  # 0.90 [0.88]
+        (4096, 128, 1, 4),  # 0.926
+        (8192, 128, 1, 6),  # 0.939 [0.88]
+        (16384, 256, 1, 3),  # 0.916 [0.88]
         (32768, 256, 2, 3),
-        (65536, 256, 4, 3),  # 0.77 [0.70]
+        (65536, 256, 4, 3),  # 0.803 [0.70]
     ],
     4: [
-        (1024, 64, 1, 8),  # 0.92 [0.91]
+        (1024, 64, 1, 8),  # 0.930 [0.91]
         (2048, 128, 1, 6),
-        (4096, 256, 1, 3),  # 0.96 [0.83]
-        (8192, 512, 1, 2),  # 0.95 [0.93]
-        (16384, 512, 1, 1),  # 0.89
+        (4096, 256, 1, 3),  # 0.963 [0.83]
+        (8192, 512, 1, 2),  # 0.970 [0.93]
+        (16384, 512, 1, 1),  # 0.894
         (32768, 256, 4, 3),
-        (65536, 256, 8, 3),  # 0.84 [0.77]
+        (65536, 256, 8, 3),  # 0.869 [0.77]
     ],
 }
 
@@ -116,7 +118,7 @@ def _forward_config(n: int, size: int, streams: int, max_cluster: int, aligned: 
     for columns, team, cluster, blocks in _LAYER.get(size, ()) if aligned and streams == 1 and not rms else ():
         if n <= columns and n > columns // 4 and cluster <= max_cluster:
             vecs = ceil_div(n, team * cluster * vec)
-            chunk = vecs if vecs <= 8 or vecs % 4 else 4
+            chunk = chunk_of(vecs, streams, team)
             return RowConfig(vec, team, max(128 // team, 1), cluster, vecs, chunk, blocks)
     cfg = RowConfig.pick(n, size, size, streams, max_cluster, aligned)
     if cfg is None:
