@@ -30,7 +30,7 @@ def philox_words(seed: int, n: int) -> list[int]:
     for quad in range(-(-n // 4)):
         c = [quad & 0xFFFFFFFF, quad >> 32, 0, 0]
         k = [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
-        for _ in range(10):
+        for _ in range(7):
             a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
             c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
             k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]

@@ -25,8 +25,19 @@
 
 namespace layer_norm {
 
-template <class T>
-using Sums = row::Sums<tk::accumulator_t<T>>;
+// What a row is reduced to: two sums, of which an rms norm has only the second.
+template <class T, bool kRms>
+using Op = typename tk::select<kRms, row::Sum<tk::accumulator_t<T>>, row::Sums<tk::accumulator_t<T>>>::type;
+
+template <class T, bool kRms, class Reducer, class Reader>
+TK_DEVICE auto reduced(Reducer& reduce, tk::accumulator_t<T> a, tk::accumulator_t<T> b, const Reader& reader)
+{
+    if constexpr (kRms) {
+        return typename row::Sums<tk::accumulator_t<T>>::Value{0, reduce({b}, reader).s};
+    } else {
+        return reduce({a, b}, reader);
+    }
+}
 
 // How a parameter counts: not at all, as it is, or as one more, which is a zero-centred weight.
 enum Counts { kAbsent, kPlain, kPlusOne };
@@ -83,34 +94,12 @@ struct Along {
         }
     }
 
-    // a times, or plus, vector v.
-    TK_DEVICE void scale(Acc (&a)[G::kVec], int v, int n_cols) const
-    {
-        if constexpr (kCounts != kAbsent) {
-            Acc w[G::kVec];
-            get(v, n_cols, w);
-#pragma unroll
-            for (int i = 0; i < G::kVec; ++i) {
-                a[i] *= w[i];
-            }
-        }
-    }
-    TK_DEVICE void add(Acc (&a)[G::kVec], int v, int n_cols) const
-    {
-        if constexpr (kCounts != kAbsent) {
-            Acc w[G::kVec];
-            get(v, n_cols, w);
-#pragma unroll
-            for (int i = 0; i < G::kVec; ++i) {
-                a[i] += w[i];
-            }
-        }
-    }
-
-private:
+    // Vector v's elements, if the parameter counts.
     TK_DEVICE void get(int v, int n_cols, Acc (&out)[G::kVec]) const
     {
-        if constexpr (kHeld) {
+        if constexpr (kCounts == kAbsent) {
+            return;
+        } else if constexpr (kHeld) {
             typename Vec::Acc a[G::kVec];
             kept[v].again().unpack(a);
             counted<kCounts>(a, out);
@@ -119,6 +108,26 @@ private:
         }
     }
 };
+
+// a * w + b, of what there is of w and b. Fused by hand, as all that a compiler might fuse in two ways: a row has the same bits
+// whatever holds it.
+template <bool kWeight, bool kBias, class Acc>
+TK_DEVICE Acc affine(Acc a, Acc w, Acc b)
+{
+    if constexpr (kWeight && kBias) {
+        return tk::fma(a, w, b);
+    } else {
+        return kWeight ? tk::mul(a, w) : kBias ? a + b : a;
+    }
+}
+
+// Whether a thread has the registers for so many bytes beside what every kernel here needs.
+template <class G, int kResident>
+TK_DEVICE constexpr bool has_room(int bytes)
+{
+    constexpr int kAll = 65536 / (G::kThreads * kResident);
+    return bytes / 4 + 48 <= (kAll < 255 ? kAll : 255);
+}
 
 template <class Acc>
 constexpr Acc kSmall = Acc(1) / (1ull << 40) / (1ull << 40);
@@ -145,12 +154,13 @@ struct Stats {
     template <bool kRms>
     TK_DEVICE bool finish(Acc s, Acc q, Acc inverse_n, Acc eps)
     {
-        rest = kRms ? Acc(0) : s * inverse_n;
-        const Acc var = q * inverse_n - rest * rest;  // rest: what rounding took from the mean, or gave to it
+        rest = kRms ? Acc(0) : tk::mul(s, inverse_n);
+        const Acc var = tk::fma(-rest, rest, tk::mul(q, inverse_n));  // rest: what rounding took from the mean, or gave to it
         rstd = tk::inverse_sqrt((kRms || !(var < Acc(0)) ? var : Acc(0)) + eps);
         return q != tk::limits<Acc>::inf();
     }
-    TK_DEVICE Acc normal(Acc h) const { return (h - mean) * rstd - rest * rstd; }
+    // Of d = h - mean.
+    TK_DEVICE Acc normal(Acc d) const { return tk::fma(d, rstd, -tk::mul(rest, rstd)); }
 };
 
 // The mean of at(c) over a row, by a warp, or by each thread for itself.
@@ -202,7 +212,7 @@ fwd(T* y,                         // (n_rows, n_cols)
 {
     using G = row::Geometry<T, T, kAdd ? 2 : 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
-    using Op = Sums<T>;
+    using Op = layer_norm::Op<T, kRms>;
     constexpr int kTensors = kAdd ? 3 : 2;
 
     auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
@@ -214,9 +224,12 @@ fwd(T* y,                         // (n_rows, n_cols)
     row::Reader<G, kDims, kTensors, typename Op::Value> reader{shared, in, rows};
     row::Reducer<G, Op> reduce{shared};
     reader.begin();
-    const Along<G, kWeight, kHold, W> w{weight, n_cols};
-    const Along<G, kBias ? kPlain : kAbsent, kHold, B> b{bias, n_cols};
+    const Along<G, kWeight, kHold, W> along_w{weight, n_cols};
+    const Along<G, kBias ? kPlain : kAbsent, kHold, B> along_b{bias, n_cols};
     const Acc inverse_n = Acc(1) / Acc(n_cols);
+    constexpr int kParameters = kHold ? (kWeight != kAbsent ? sizeof(W) : 0) + (kBias ? sizeof(B) : 0) : 0;
+    constexpr bool kUnpacked =
+        sizeof(T) > 2 ? kVecs * kVec <= 32 : has_room<G, kResident>(kVecs * kVec * (kParameters + int(sizeof(Acc))));
     for (; reader.more(); reader.next()) {
         row::Tile<G> t[G::kStreams];
         reader.load(t, Acc(0));
@@ -239,61 +252,80 @@ fwd(T* y,                         // (n_rows, n_cols)
             out.write([&](int v) { return t[0].v[v]; });
         }
 
+        // The row unpacked, and then h - mean; where a thread lacks the registers, unpacked again instead.
+        Acc d[kUnpacked ? kVecs : 1][kVec];
         Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
-        if constexpr (!kRms) {
-            Acc s[2] = {};
-#pragma unroll
-            for (int v = 0; v < kVecs; ++v) {
-                Acc a[kVec];
-                t[0].v[v].unpack(a);
-#pragma unroll
-                for (int i = 0; i < kVec; ++i) {
-                    s[i % 2] += a[i];  // 0 past the row's end
-                }
-            }
-            of.mean = reduce({s[0] + s[1], Acc(0)}, reader).a * inverse_n;
-        }
         Acc s[2] = {}, q[2] = {};
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-            const int left = cols - G::first_col() - v * G::kStep;
-            if (kRms || !G::kAligned || left > 0) {  // past the row's end 0 - mean would count
-                Acc a[kVec];
-                t[0].v[v].again().unpack(a);
+            Acc(&a)[kVec] = d[kUnpacked ? v : 0];
+            t[0].v[v].unpack(a);
 #pragma unroll
-                for (int i = 0; i < kVec; ++i) {
-                    if constexpr (!kRms) {
+            for (int i = 0; i < kVec; ++i) {
+                s[i % 2] += a[i];  // 0 past the row's end
+                q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
+            }
+        }
+        if constexpr (!kRms) {
+            of.mean = tk::mul(reduce({s[0] + s[1], Acc(0)}, reader).a, inverse_n);
+            s[0] = s[1] = q[0] = q[1] = Acc(0);
+#pragma unroll
+            for (int v = 0; v < kVecs; ++v) {
+                Acc(&a)[kVec] = d[kUnpacked ? v : 0];
+                const int left = cols - G::first_col() - v * G::kStep;
+                if (!kUnpacked) {
+                    t[0].v[v].again().unpack(a);
+                }
+                if (!G::kAligned || left > 0) {  // past the row's end 0 - mean would count
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) {
                         a[i] = G::kAligned || i < left ? a[i] - of.mean : Acc(0);
                         s[i % 2] += a[i];
+                        q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
                     }
-                    q[i % 2] += a[i] * a[i];
                 }
             }
         }
-        const auto all = reduce({s[0] + s[1], q[0] + q[1]}, reader);
-        if (!of.template finish<kRms>(all.a, all.b, inverse_n, eps)) {
-            of = of_huge<kRms, (kTeam >= 32)>(cols, eps, [&](int64_t c) {
+        const auto all = reduced<T, kRms>(reduce, s[0] + s[1], q[0] + q[1], reader);
+        const bool huge = !of.template finish<kRms>(all.a, all.b, inverse_n, eps) && !tk::is_same<T, tk::f16>::value;
+        if (huge) {
+            auto element = [&](int64_t c) {
                 Acc a = tk::to_acc(x[rows.template offset<1>(r) + c]);
                 if constexpr (kAdd) {
                     a = tk::to_acc(tk::from_acc<T>(a + tk::to_acc(residual[rows.template offset<2>(r) + c])));
                 }
-                return a * kSmall<Acc>;
-            });
+                return a;
+            };
+            of = of_huge<kRms, (kTeam >= 32)>(cols, eps, [&](int64_t c) { return element(c) * kSmall<Acc>; });
+#pragma unroll 1
+            for (int c = G::part() * kTeam + G::rank(); c < cols; c += kTeam * kCluster) {
+                Acc w[1] = {}, b[1] = {};
+                if constexpr (kWeight != kAbsent) {
+                    parameters<kWeight, false>(weight, c, n_cols, w);
+                }
+                if constexpr (kBias) {
+                    parameters<kPlain, false>(bias, c, n_cols, b);
+                }
+                const Acc a = of.normal(element(c) - of.mean);
+                y[at + c] = tk::from_acc<T>(affine<(kWeight != kAbsent), kBias>(a, w[0], b[0]));
+            }
         }
-
         if (stats && cols && G::rank() == 0 && G::part() == 0) {
             of.template save<kRms>(stats, r, n_rows);
         }
-        const row::Writer<G> out{y + at, cols};
+        const row::Writer<G> out{y + at, huge ? 0 : cols};
         out.write([&](int v) {
-            Acc a[kVec];
-            t[0].v[v].template again<1>().unpack(a);
+            Acc w[kVec], b[kVec], a[kVec];
+            along_w.get(v, cols, w);
+            along_b.get(v, cols, b);
+            if constexpr (!kUnpacked) {
+                t[0].v[v].template again<1>().unpack(d[0]);
+            }
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = of.normal(a[i]);
+                a[i] = of.normal(kUnpacked ? d[kUnpacked ? v : 0][i] : d[0][i] - of.mean);
+                a[i] = affine<(kWeight != kAbsent), kBias>(a[i], w[i], b[i]);
             }
-            w.scale(a, v, cols);
-            b.add(a, v, cols);
             return tk::Vec<T, kVec>::pack(a);
         });
     }
@@ -335,7 +367,7 @@ TK_DEVICE void save_sums(Acc (&sum)[G::kVecs][G::kVec], Acc* partial, int n_cols
     }
 }
 
-// Rows are dealt out in turn, never drawn (counter is null): so a block's sums are of the same rows every time.
+// Rows are dealt out in turn, never drawn by the counter: so a block's sums are of the same rows every time.
 template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, bool kHold, int kTeam, int kTeams,
           int kCluster, int kVecs, int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
@@ -348,20 +380,23 @@ bwd(T* dx,                               // (n_rows, n_cols)
     const tk::accumulator_t<T>* stats,   // (3 or 1, n_rows)
     const W* weight,                     // (n_cols,), or null
     row::Rows<kDims, 3> rows, int64_t n_rows, int n_cols, int64_t dy_extent, int64_t h_extent, int stages,
-    int slot_bytes, uint64_t* counter)
+    int slot_bytes, uint64_t*)
 {
     using G = row::Geometry<T, T, 2, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
-    using Op = Sums<T>;
+    using Op = layer_norm::Op<T, kRms>;
 
     auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
-    const row::Input<G, kDims> in{{dy, h}, {dy_extent, h_extent}, n_rows, n_cols, stages, slot_bytes, counter};
+    const row::Input<G, kDims> in{{dy, h}, {dy_extent, h_extent}, n_rows, n_cols, stages, slot_bytes, nullptr};
     row::Reader<G, kDims, 3, typename Op::Value> reader{shared, in, rows};
     row::Reducer<G, Op> reduce{shared};
     Acc dw[kVecs][kVec] = {}, db[kVecs][kVec] = {};
     reader.begin();
-    const Along<G, kWeight, kHold, W> w{weight, n_cols};
+    const Along<G, kWeight, kHold, W> along_w{weight, n_cols};
     const Acc inverse_n = Acc(1) / Acc(n_cols);
+    constexpr int kParameters = kHold && kWeight != kAbsent ? sizeof(W) : 0;
+    constexpr bool kUnpacked =
+        sizeof(T) > 2 || has_room<G, kResident>(kVecs * kVec * (kParameters + (2 + kDw + kDb) * int(sizeof(Acc))));
     for (; reader.more(); reader.next()) {
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
@@ -372,54 +407,63 @@ bwd(T* dx,                               // (n_rows, n_cols)
         row::Tile<G> t[2];
         reader.load(t, Acc(0));
 
-        Acc s = 0, p = 0;
+        // dy, and then g; h, and then xhat; where a thread lacks the registers, unpacked again instead.
+        Acc g[kUnpacked ? kVecs : 1][kVec], xhat[kUnpacked ? kVecs : 1][kVec], w[kVec];
+        Acc s[2] = {}, p[2] = {};
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
-            Acc g[kVec], a[kVec];
-            t[0].v[v].unpack(g);  // 0 past the row's end, and so is all it adds
-            t[1].v[v].unpack(a);
+            Acc(&a)[kVec] = g[kUnpacked ? v : 0], (&b)[kVec] = xhat[kUnpacked ? v : 0];
+            t[0].v[v].unpack(a);  // 0 past the row's end, and so is all it adds
+            t[1].v[v].unpack(b);
+            along_w.get(v, cols, w);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = of.normal(a[i]);
+                b[i] = of.normal(b[i] - of.mean);
                 if constexpr (kDw) {
-                    dw[v][i] += g[i] * a[i];
+                    dw[v][i] = tk::fma(a[i], b[i], dw[v][i]);
                 }
                 if constexpr (kDb) {
-                    db[v][i] += g[i];
+                    db[v][i] += a[i];
                 }
-            }
-            w.scale(g, v, cols);
-#pragma unroll
-            for (int i = 0; i < kVec; ++i) {
-                s += g[i];
-                p += g[i] * a[i];
+                a[i] = affine<(kWeight != kAbsent), false>(a[i], w[i], Acc(0));
+                s[i % 2] += a[i];
+                p[i % 2] = tk::fma(a[i], b[i], p[i % 2]);
             }
         }
-        const auto all = reduce({s, p}, reader);
-        const Acc mean_g = kRms ? Acc(0) : all.a * inverse_n, mean_p = all.b * inverse_n;
+        const auto all = reduced<T, kRms>(reduce, s[0] + s[1], p[0] + p[1], reader);
+        const Acc mean_g = kRms ? Acc(0) : tk::mul(all.a, inverse_n), mean_p = tk::mul(all.b, inverse_n);
 
         const int64_t at = cols ? rows.template offset<0>(r) : 0;
         const row::Writer<G> out{dx + at, cols};
         out.write([&](int v) {
-            Acc g[kVec], a[kVec];
-            t[0].v[v].again().unpack(g);
-            t[1].v[v].again().unpack(a);
-            w.scale(g, v, cols);
+            Acc(&b)[kVec] = xhat[kUnpacked ? v : 0];
+            Acc a[kVec];
+            if constexpr (!kUnpacked) {
+                t[0].v[v].again().unpack(g[0]);
+                t[1].v[v].again().unpack(b);
+                along_w.get(v, cols, w);
+            }
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                g[i] = of.rstd * ((g[i] - mean_g) - of.normal(a[i]) * mean_p);
+                a[i] = g[kUnpacked ? v : 0][i];
+                if constexpr (!kUnpacked) {
+                    a[i] = affine<(kWeight != kAbsent), false>(a[i], w[i], Acc(0));
+                    b[i] = of.normal(b[i] - of.mean);
+                }
+                a[i] = tk::mul(of.rstd, tk::fma(b[i], -mean_p, kRms ? a[i] : a[i] - mean_g));
             }
             if (dh) {
                 const int col = G::first_col() + v * G::kStep;
                 const auto zero = tk::Vec<T, kVec>::filled(Acc(0));
                 const char* more = reinterpret_cast<const char*>(dh + at + col);
-                row::load_vec<G, false, false, !G::kPairs>(more, cols - col, zero).unpack(a);
+                Acc c[kVec];
+                row::load_vec<G, false, false, !G::kPairs>(more, cols - col, zero).unpack(c);
 #pragma unroll
                 for (int i = 0; i < kVec; ++i) {
-                    g[i] += a[i];
+                    a[i] += c[i];
                 }
             }
-            return tk::Vec<T, kVec>::pack(g);
+            return tk::Vec<T, kVec>::pack(a);
         });
     }
     reader.end();
@@ -447,8 +491,18 @@ TK_DEVICE void total_of(P* out, const Acc* partial, int64_t n_partial, int64_t n
     const int64_t col = int64_t(blockIdx.x) * 32 + lane;
     Acc s = 0;
     if (col < n_cols) {
-        for (int64_t i = warp; i < n_partial; i += warps) {
-            s += partial[i * n_cols + col];
+        constexpr int kAhead = 8;  // loads in flight
+        for (int64_t i = warp; i < n_partial; i += kAhead * warps) {
+            Acc a[kAhead];
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) {
+                const int64_t k = i + j * warps;
+                a[j] = k < n_partial ? partial[k * n_cols + col] : Acc(0);
+            }
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) {
+                s += a[j];
+            }
         }
     }
     shared.of[warp][lane] = s;
@@ -499,7 +553,7 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
 {
     using G = row::AnyGeometry<kThreads, T, T>;
     using Acc = tk::accumulator_t<T>;
-    using Op = Sums<T>;
+    using Op = layer_norm::Op<T, kRms>;
     using Vec = tk::Vec<T, kVec>;
     const Acc n = Acc(n_cells * kVec);
     row::Reducer<G, Op> reduce{tk::shared<row::Shared<G, typename Op::Value>>()};
@@ -546,7 +600,7 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
                 q += a[i] * a[i];
             }
         });
-        const auto all = reduce({s, q}, row::NoReader{});
+        const auto all = reduced<T, kRms>(reduce, s, q, row::NoReader{});
         if (!of.template finish<kRms>(all.a, all.b, Acc(1) / n, eps)) {
             // Of h what all of the block's threads wrote, before the reductions.
             of = of_huge<kRms, true>(n_cells * kVec, eps, [&](int64_t c) { return tk::to_acc(from[c]) * kSmall<Acc>; });
@@ -565,7 +619,7 @@ fwd_wide(T* y,                         // (n_rows, n_cells, kVec)
             }
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = of.normal(a[i]) * (kWeight != kAbsent ? w[i] : Acc(1)) + (kBias ? b[i] : Acc(0));
+                a[i] = affine<(kWeight != kAbsent), kBias>(of.normal(a[i] - of.mean), w[i], b[i]);
             }
             tk::store_global<Vec::kBytes>(y + at + c * kVec, Vec::pack(a).raw);
         });
@@ -584,7 +638,7 @@ bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
 {
     using G = row::AnyGeometry<kThreads, T, T>;
     using Acc = tk::accumulator_t<T>;
-    using Op = Sums<T>;
+    using Op = layer_norm::Op<T, kRms>;
     using Vec = tk::Vec<T, kVec>;
     const Acc n = Acc(n_cells * kVec);
     row::Reducer<G, Op> reduce{tk::shared<row::Shared<G, typename Op::Value>>()};
@@ -603,7 +657,7 @@ bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
                 g[i] *= kWeight != kAbsent ? w[i] : Acc(1);
-                a[i] = of.normal(a[i]);
+                a[i] = of.normal(a[i] - of.mean);
             }
         };
         Acc s = 0, p = 0;
@@ -616,7 +670,7 @@ bwd_wide(T* dx,                              // (n_rows, n_cells, kVec)
                 p += g[i] * a[i];
             }
         });
-        const auto all = reduce({s, p}, row::NoReader{});
+        const auto all = reduced<T, kRms>(reduce, s, p, row::NoReader{});
         const Acc mean_g = kRms ? Acc(0) : all.a / n, mean_p = all.b / n;
         row::for_cells<kVec, kThreads>(grad, from, 0, n_cells, kVec, kVec, [&](int64_t c, const Vec& v, const Vec& u) {
             Acc g[kVec], a[kVec];
@@ -666,7 +720,7 @@ bwd_weight(tk::accumulator_t<T>* partial_dw,   // (gridDim.y, n_cells, kVec); kD
         u.unpack(a);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) {
-            dw[i] += g[i] * of.normal(a[i]);
+            dw[i] += g[i] * of.normal(a[i] - of.mean);
             db[i] += g[i];
         }
     }

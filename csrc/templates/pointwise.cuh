@@ -34,19 +34,24 @@ TK_DEVICE F silu_slope(F x)
     return s * (F(1) + within(x, kLargest) * sigmoid<kFast>(-x));
 }
 
-// The normal distribution. Fast: Abramowitz and Stegun, 7.1.26, within 1.5e-7.
+// The normal distribution at -|x|: Abramowitz and Stegun, 7.1.26, within 1e-7. NaN stays NaN.
+TK_DEVICE float normal_tail(float x)
+{
+    const float t = tk::reciprocal(tk::fma(0.3275911f * 0.70710678f, fabs(x), 1.0f));
+    float p = tk::fma(0.5f * 1.061405429f, t, 0.5f * -1.453152027f);
+    p = tk::fma(p, t, 0.5f * 1.421413741f);
+    p = tk::fma(p, t, 0.5f * -0.284496736f);
+    p = tk::fma(p, t, 0.5f * 0.254829592f);
+    return p * t * tk::exp2(x * (x * -0.72134752f));
+}
+
+// The normal distribution.
 template <bool kFast, class F>
 TK_DEVICE F normal(F x)
 {
     if constexpr (kFast) {
-        const float a = fabs(x) * 0.70710678f;
-        const float t = tk::reciprocal(__fmaf_rn(0.3275911f, a, 1.0f));
-        float p = __fmaf_rn(1.061405429f, t, -1.453152027f);
-        p = __fmaf_rn(p, t, 1.421413741f);
-        p = __fmaf_rn(p, t, -0.284496736f);
-        p = __fmaf_rn(p, t, 0.254829592f);
-        const float tail = 0.5f * p * t * tk::exp2(a * a * -1.44269504f);
-        return x < 0.0f ? tail : 1.0f - tail;  // NaN: t is
+        const float tail = normal_tail(x);
+        return x < 0.0f ? tail : 1.0f - tail;
     } else if constexpr (sizeof(F) == 4) {
         return 0.5f + 0.5f * erf(x * 0.70710678f);  // fewer instructions than erfc's, and torch's error
     } else {
@@ -54,7 +59,15 @@ TK_DEVICE F normal(F x)
     }
 }
 
-template <bool kFast, class F> TK_DEVICE F gelu(F x) { return above(x, -kLargest) * normal<kFast>(x); }
+template <bool kFast, class F>
+TK_DEVICE F gelu(F x)
+{
+    if constexpr (kFast) {
+        return tk::fma(above(-fabs(x), -kLargest), normal_tail(x), above(x, 0));
+    } else {
+        return above(x, -kLargest) * normal<kFast>(x);
+    }
+}
 template <bool kFast, class F>
 TK_DEVICE F gelu_slope(F x)
 {

@@ -70,14 +70,11 @@ struct Arguments {
 };
 
 // The turn, rounded in one way whatever the kernel: which product is fused is not the compiler's choice.
-TK_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-TK_DEVICE double fused(double a, double b, double c) { return __fma_rn(a, b, c); }
-
 template <class Acc>
 TK_DEVICE void turn_pair(Acc a, Acc b, Acc cos, Acc sin, Acc& y_a, Acc& y_b)
 {
-    y_a = fused(a, cos, -(b * sin));
-    y_b = fused(b, cos, a * sin);
+    y_a = tk::fma(a, cos, -(b * sin));
+    y_b = tk::fma(b, cos, a * sin);
 }
 
 // Which row of the tables a token has. turns: false where it is in no sequence; then it has none.

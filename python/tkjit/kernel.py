@@ -632,9 +632,9 @@ def elementwise(
     overloaded names (``erf``, ``sin``, ``expm1``, ``lgamma``) and in fast forms (``__expf``, ``__fdividef``); ``kFast`` is true
     where every output has two bytes. Works under torch.compile, in CUDA graphs, and for CPU tensors through the emulator.
 
-    ``random`` is a float in [0, 1) and ``random_bits`` an unsigned, one for each element and the same in the gradient: Philox's
-    words by the element's place in row-major order, of a seed that the call draws from torch's generator, or that is given behind
-    the arguments as a tensor of one int64.
+    ``random`` is a float in [0, 1) and ``random_bits`` an unsigned, one for each element and the same in the gradient: the words of
+    Philox 4x32-7 by the element's place in row-major order, of a seed that the call draws from torch's generator, or that is given
+    behind the arguments as a tensor of one int64.
     """
     parsed = Text.of(text, inputs, outputs, preamble, name)
     if isinstance(grad, str):

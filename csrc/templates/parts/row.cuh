@@ -153,8 +153,10 @@ TK_DEVICE void copy_edge(char* to, uintptr_t from, uintptr_t lo, uintptr_t hi)
 template <class G>
 TK_DEVICE int copy_span(char* to, uintptr_t begin, uintptr_t end, uintptr_t lo, uintptr_t hi, tk::Barrier& full)
 {
-    uintptr_t b = begin & ~uintptr_t(15), e = (end + 15) & ~uintptr_t(15);
+    uintptr_t b = begin, e = end;
     if constexpr (!G::kAligned) {
+        b &= ~uintptr_t(15);
+        e = (e + 15) & ~uintptr_t(15);
         if (b < lo) {
             copy_edge<typename G::T>(to, b, lo, hi);
             b += 16;
@@ -247,6 +249,8 @@ struct Reader {
     int stage = 0, phase = 0;                // where in the ring the next chunk is read, and fetched
     int row = 0;                             // rows read so far
     int next_row = 0, next_chunk = 0;        // the chunk that is fetched next
+    int64_t dealt = G::first_tile();         // the tiles of `row` and of `next_row`, if none is drawn
+    int64_t next_dealt = G::first_tile();
     int64_t draw = 0;                        // thread 0's: the tile of row `row + 2`
 
     TK_DEVICE static int warp() { return int(threadIdx.x) / 32; }
@@ -262,16 +266,17 @@ struct Reader {
         }
     }
 
-    // The tile of the block's row number i; known two rows ahead.
-    TK_DEVICE int64_t tile(int i) const
+    // The tile of the block's row number i, known two rows ahead, which would be `dealt` to it.
+    TK_DEVICE int64_t tile(int i, int64_t dealt) const
     {
-        if (G::kDraws && in.counter && i >= 2) {
-            return shared.drawn[i % 4];
-        }
-        return G::first_tile() + i * G::tile_step();
+        return G::kDraws && in.counter && i >= 2 ? shared.drawn[i % 4] : dealt;
     }
-    TK_DEVICE bool more() const { return tile(row) < G::tiles(in.n_rows); }
-    TK_DEVICE void next() { ++row; }
+    TK_DEVICE bool more() const { return tile(row, dealt) < G::tiles(in.n_rows); }
+    TK_DEVICE void next()
+    {
+        ++row;
+        dealt += G::tile_step();
+    }
 
     // Before the first row, by the whole block (cluster).
     TK_DEVICE void begin()
@@ -298,7 +303,7 @@ struct Reader {
     // Starts the copies of the warp's next chunk to the place `stage`, which all its lanes are done with.
     TK_DEVICE void fetch()
     {
-        const int64_t next_tile = tile(next_row);
+        const int64_t next_tile = tile(next_row, next_dealt);
         if (next_tile >= G::tiles(in.n_rows)) {
             return;
         }
@@ -338,6 +343,7 @@ struct Reader {
         if (++next_chunk == G::kChunks) {
             next_chunk = 0;
             ++next_row;
+            next_dealt += G::tile_step();
         }
     }
 
@@ -366,7 +372,10 @@ struct Reader {
 
     // The team's row, the next one, and, from the row's reduction on, the one after.
     template <int kLater = 0>
-    TK_DEVICE int64_t current() const { return tile(row + kLater) * G::kTeams + G::team(); }
+    TK_DEVICE int64_t current() const
+    {
+        return tile(row + kLater, dealt + kLater * G::tile_step()) * G::kTeams + G::team();
+    }
 
     // Brings the team's row into t, one Tile a stream; columns past the row's end become `fill`.
     TK_DEVICE void load(Tile<G> (&t)[G::kStreams], typename Tile<G>::Acc fill)

@@ -17,6 +17,12 @@ template <> struct limits<double> { TK_DEVICE static double inf() { return __lon
 TK_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }
 TK_DEVICE double fmax(double a, double b) { return ::fmax(a, b); }
 
+// a * b + c, rounded once; and a product that no compiler fuses with a sum.
+TK_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TK_DEVICE double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+TK_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+TK_DEVICE double mul(double a, double b) { return __dmul_rn(a, b); }
+
 // e^v for v <= 0 (larger v: right, until it overflows). kPrecise: within 3 ulp. Otherwise the relative error grows as
 // |v| * 2^-24, which is far below what a 16-bit result can show. Results under 2^-126 become 0; e^-inf is 0; NaN stays.
 template <bool kPrecise>

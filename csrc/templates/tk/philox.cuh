@@ -1,4 +1,4 @@
-// Random numbers by counter: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). No state: any
+// Random numbers by counter: Philox 4x32, of 10 rounds or fewer (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). No state: any
 // number of any sequence at once, and the backward pass gets the forward pass's again.
 #pragma once
 #include "tk/types.cuh"
@@ -9,12 +9,12 @@ struct Quad { uint32_t w[4]; };
 
 // The four words that a key makes of each counter (both with their least significant word first), as Random123 has them. In
 // their place, and side by side: the rounds' keys are computed once for all.
-template <int kN>
+template <int kRounds, int kN>
 TK_DEVICE void philox(uint64_t key, Quad (&counters)[kN])
 {
     uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
 #pragma unroll
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kRounds; ++round) {
 #pragma unroll
         for (int i = 0; i < kN; ++i) {
             const Quad c = counters[i];
@@ -27,19 +27,21 @@ TK_DEVICE void philox(uint64_t key, Quad (&counters)[kN])
     }
 }
 
+template <int kRounds = 10>
 TK_DEVICE Quad philox(uint64_t key, Quad counter)
 {
     Quad one[1] = {counter};
-    philox(key, one);
+    philox<kRounds>(key, one);
     return one[0];
 }
 
-// Words 4 * quad .. 4 * quad + 3 of a seed's subsequence: the same bits as curand4 after curand_init(seed, subsequence,
+// Words 4 * quad .. 4 * quad + 3 of a seed's subsequence: of 10 rounds the same bits as curand4 after curand_init(seed, subsequence,
 // 4 * quad), which torch's kernels call with subsequence = the thread's number in the grid and with an offset, counted in
 // words, that is a multiple of 4; and as at::philox_engine(seed, subsequence, quad).
+template <int kRounds = 10>
 TK_DEVICE Quad philox(uint64_t seed, uint64_t subsequence, uint64_t quad)
 {
-    return philox(seed, Quad{{uint32_t(quad), uint32_t(quad >> 32), uint32_t(subsequence), uint32_t(subsequence >> 32)}});
+    return philox<kRounds>(seed, Quad{{uint32_t(quad), uint32_t(quad >> 32), uint32_t(subsequence), uint32_t(subsequence >> 32)}});
 }
 
 // A word as a float in (0, 1], as curand_uniform has it: word * 2^-32 + 2^-33, rounded.

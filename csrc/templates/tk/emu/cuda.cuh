@@ -71,6 +71,8 @@ TKEMU_INLINE double __hiloint2double(int hi, int lo)
 }
 TKEMU_INLINE float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 TKEMU_INLINE double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
+TKEMU_INLINE float __fmul_rn(float a, float b) { return a * b; }
+TKEMU_INLINE double __dmul_rn(double a, double b) { return a * b; }
 
 extern "C" {
 float fmaxf(float, float); float fminf(float, float); float fmaf(float, float, float); float fabsf(float);

@@ -43,7 +43,6 @@ TKEMU_INLINE float __powf(float a, float b) { return powf(a, b); }
 TKEMU_INLINE float __fdividef(float a, float b) { return a / b; }
 TKEMU_INLINE float __saturatef(float v) { return v > 0.0f ? v < 1.0f ? v : 1.0f : 0.0f; }
 TKEMU_INLINE float __fadd_rn(float a, float b) { return a + b; }
-TKEMU_INLINE float __fmul_rn(float a, float b) { return a * b; }
 TKEMU_INLINE float __fdiv_rn(float a, float b) { return a / b; }
 TKEMU_INLINE float __frcp_rn(float v) { return 1.0f / v; }
 TKEMU_INLINE float __fsqrt_rn(float v) { return sqrtf(v); }
