@@ -44,8 +44,10 @@ def expected_mask(shape: tuple[int, ...], p: float, place: str) -> Tensor:
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
     seed = int(drawn_seed(torch.empty(0, device=place)))
     torch.set_rng_state(state) if device.type == "cpu" else torch.cuda.set_rng_state(state)
-    words = torch.tensor(philox_words(seed, math.prod(shape)), dtype=torch.int64)
-    return (words >= round(p * 2**32)).view(shape).to(place)
+    n = math.prod(shape)
+    words = torch.tensor(philox_words(seed, (n + 1) // 2), dtype=torch.int64)
+    halves = torch.stack([words, (words << 16 | words >> 16) & 0xFFFFFFFF], 1).flatten()[:n]
+    return (halves >= round(p * 2**32)).view(shape).to(place)
 
 
 @every_type

@@ -319,12 +319,15 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
             const row::Writer<G> out{dx + (cols ? rows.template offset<0>(r) : 0), cols};
             out.write([&](int v) {
                 A o[kVec];
-                const int at = to_y - v * G::kStep;
 #pragma unroll
                 for (int i = 0; i < kVec; ++i) {
-                    o[i] = e[v][i] * scale - (i == at ? f.k_y : A(0));
-                    if constexpr (kSmooth) {
-                        o[i] -= f.k_all;
+                    o[i] = tk::mul(e[v][i], scale) - (kSmooth ? f.k_all : A(0));
+                }
+                const int at = to_y - v * G::kStep;
+                if (uint32_t(at) < uint32_t(kVec)) {  // of one vector in a row: a branch costs less than a choice an element
+#pragma unroll
+                    for (int i = 0; i < kVec; ++i) {
+                        o[i] -= i == at ? f.k_y : A(0);
                     }
                 }
                 return tk::Vec<T, kVec>::pack(o);

@@ -37,11 +37,12 @@ _IDENTIFIER = re.compile(r"(?<![\w.])(?<!->)(?<!::)[A-Za-z_]\w*(?!\w)(?!\s*(?:\(
 _WORDS = {
     "auto", "bool", "break", "case", "char", "const", "constexpr", "continue", "default", "do", "double", "else", "false", "float",
     "for", "if", "int", "long", "return", "short", "signed", "sizeof", "static", "switch", "true", "unsigned", "void", "while",
-    "INFINITY", "NAN", "kFast", "random", "random_bits", *_NAMES,
+    "INFINITY", "NAN", "kFast", "random", "random_bits", "random_halves", *_NAMES,
 }  # fmt: skip
 
-# The input behind `random` and `random_bits`: a seed, one int64 on the device, that the call draws. Always the last one.
+# The input behind random numbers: a seed, one int64 on the device, that the call draws. Always the last one.
 RANDOM = ("seed", "random_bits")
+RANDOM_NAMES = {"random", "random_bits", "random_halves"}
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,11 @@ class Text:
         if not ins:
             raise ValueError(f"elementwise(): {text!r} has no input")
         taken = {what for _, what in (*ins, *outs, *made)}
-        if {"random", "random_bits"} & {*words_of(body)} - taken:
-            if "random_bits" in taken or "random" in taken:
-                raise ValueError("elementwise(): one of random and random_bits is a name of the text's own")
+        if drawn := RANDOM_NAMES & {*words_of(body)} - taken:
+            if RANDOM_NAMES & taken:
+                raise ValueError("elementwise(): one of random, random_bits and random_halves is a name of the text's own")
+            if "random_halves" in drawn and len(drawn) > 1:
+                raise ValueError("elementwise(): random_halves goes with neither random nor random_bits")
             ins = (*ins, RANDOM)
         if clash := {what for _, what in ins} & {what for _, what in outs}:
             raise ValueError(f"elementwise(): {', '.join(sorted(clash))} is both an input and an output")
@@ -98,6 +101,11 @@ class Text:
     @property
     def is_random(self) -> bool:
         return self.inputs[-1] == RANDOM
+
+    @functools.cached_property
+    def shares_words(self) -> bool:
+        """Whether two elements have a word of random bits together."""
+        return self.is_random and "random_halves" in words_of(self.body)
 
     @functools.cached_property
     def letters(self) -> tuple[str, ...]:
@@ -128,7 +136,8 @@ class Text:
         values = [f"[[maybe_unused]] const {value_of(kind)} {name}" for kind, name in self.inputs]
         mark = "_" if self.declares else ""
         values += [f"Out{i}& {name}{mark}" for i, (_, name) in enumerate(self.outputs)]
-        random = "        [[maybe_unused]] const float random = tk::below_one(random_bits);\n" if self.is_random else ""
+        random = "unsigned random_halves = random_bits" if self.shares_words else "float random = tk::below_one(random_bits)"
+        random = f"        [[maybe_unused]] const {random};\n" if self.is_random else ""
         stores = "".join(f"        {name}_ = {name};\n" for _, name in self.outputs if self.declares)
         source = f"""#include "parts/elementwise.cuh"
 {self.preamble}
@@ -383,7 +392,8 @@ def launch(
     )
     ins = element_types(text.inputs, given, letters)
     if seed is not None:
-        ins.append(f"elementwise::Random<{'true' if dims[-1][1][-1] == 1 else 'false'}>")
+        consecutive = dims[-1][1][-1] == 1
+        ins.append(f"elementwise::Random<{str(consecutive).lower()}, {str(text.shares_words).lower()}>")
     fast = all(spec.itemsize == 2 for spec in outs)
     types = [value_type(letters[letter]) for letter in text.letters]
     kernel = text.template.kernel(

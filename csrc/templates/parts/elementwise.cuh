@@ -22,8 +22,10 @@ template <class...> struct List {};
 template <class V> struct Number {};
 // 32 random bits among the inputs, which depend on the seed and the element's place in row-major order alone, wherever it lies
 // in memory: element i has word i of the seed's subsequence 0, see tk::philox. What counts as its tensor is the seed, whose
-// strides are of that order. kConsecutive: so are the elements of a vector.
-template <bool kConsecutive> struct Random {};
+// strides are of that order. kConsecutive: so are the elements of a vector. kHalves: elements 2i and 2i + 1 share word i, its
+// upper half first or its lower. Compared with a number, each is as random as if it had 32 bits of its own, and so are the two
+// together but where an upper half alone doesn't decide, once in 2^16.
+template <bool kConsecutive, bool kHalves> struct Random {};
 
 // Philox's rounds: the fewest that pass BigCrush in the paper. Ten take longer than the bytes of two-byte elements.
 constexpr int kRounds = 7;
@@ -175,8 +177,18 @@ struct Inputs<kVec, kSplat, kTensor, kNumber, List<Number<N>, Rest...>> {
     TK_DEVICE void apply(int i, Outs& outs, V... values) const { rest.template apply<Op>(i, outs, values..., v); }
 };
 
-template <int kVec, unsigned kSplat, int kTensor, int kNumber, bool kConsecutive, class... Rest>
-struct Inputs<kVec, kSplat, kTensor, kNumber, List<Random<kConsecutive>, Rest...>> {
+// What the element in a place of a quad gets: a word, or half a word with its neighbour's half behind it.
+template <bool kHalves>
+TK_DEVICE uint32_t bits_of_place(const tk::Quad& quad, int place)
+{
+    const int at = kHalves ? place / 2 : place;
+    const uint32_t even = at & 2 ? quad.w[2] : quad.w[0], odd = at & 2 ? quad.w[3] : quad.w[1];
+    const uint32_t word = at & 1 ? odd : even;
+    return kHalves && place & 1 ? word << 16 | word >> 16 : word;
+}
+
+template <int kVec, unsigned kSplat, int kTensor, int kNumber, bool kConsecutive, bool kHalves, class... Rest>
+struct Inputs<kVec, kSplat, kTensor, kNumber, List<Random<kConsecutive, kHalves>, Rest...>> {
     uint64_t seed;
     int64_t first, step;
     uint32_t v[kVec];
@@ -194,30 +206,27 @@ struct Inputs<kVec, kSplat, kTensor, kNumber, List<Random<kConsecutive>, Rest...
     // Here rather than in load: the words are computed while the other inputs are on their way.
     TK_DEVICE void unpack()
     {
-        if constexpr (kConsecutive && kVec % 4 == 0) {
-            // A vector begins at a multiple of its size, so its words are whole results of Philox.
-            tk::Quad quads[kVec / 4];
+        constexpr int kOfQuad = kHalves ? 8 : 4;  // elements
+        if constexpr (kConsecutive) {
+            // A vector begins at a multiple of its size.
+            constexpr int kQuads = kVec > kOfQuad ? kVec / kOfQuad : 1;
+            tk::Quad quads[kQuads];
 #pragma unroll
-            for (int q = 0; q < kVec / 4; ++q) {
-                const uint64_t n = uint64_t(first) / 4 + q;
+            for (int q = 0; q < kQuads; ++q) {
+                const uint64_t n = uint64_t(first) / kOfQuad + q;
                 quads[q] = tk::Quad{{uint32_t(n), uint32_t(n >> 32), 0, 0}};
             }
             tk::philox<kRounds>(seed, quads);
+            const int at = kVec >= kOfQuad ? 0 : int(first % kOfQuad);
 #pragma unroll
             for (int e = 0; e < kVec; ++e) {
-                v[e] = quads[e / 4].w[e % 4];
+                v[e] = bits_of_place<kHalves>(quads[e / kOfQuad], at + e % kOfQuad);
             }
-        } else if constexpr (kConsecutive && kVec == 2) {
-            const tk::Quad quad = tk::philox<kRounds>(seed, 0, uint64_t(first) / 4);
-            v[0] = first & 2 ? quad.w[2] : quad.w[0];
-            v[1] = first & 2 ? quad.w[3] : quad.w[1];
         } else {
 #pragma unroll
             for (int e = 0; e < kVec; ++e) {
                 const int64_t at = first + e * step;
-                const tk::Quad quad = tk::philox<kRounds>(seed, 0, uint64_t(at) / 4);
-                const uint32_t even = at & 2 ? quad.w[2] : quad.w[0], odd = at & 2 ? quad.w[3] : quad.w[1];
-                v[e] = at & 1 ? odd : even;
+                v[e] = bits_of_place<kHalves>(tk::philox<kRounds>(seed, 0, uint64_t(at) / kOfQuad), int(at % kOfQuad));
             }
         }
         rest.unpack();

@@ -167,7 +167,7 @@ TK_DEVICE int copy_span(char* to, uintptr_t begin, uintptr_t end, uintptr_t lo, 
             copy_edge<typename G::T>(to + (e - b), e, lo, hi);
         }
     }
-    if (e > b) {
+    if (G::kAligned || e > b) {  // whole vectors: never none
         tk::bulk_load(to, reinterpret_cast<const void*>(b), int(e - b), full);
     }
     return int(e - b);

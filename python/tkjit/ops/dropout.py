@@ -25,7 +25,7 @@ from ..testing import DTYPE_NAMES, BenchCase, Sample, op_cases
 _INCLUDE = '#include "dropout.cuh"\n'
 
 # What becomes of a value where p is 0, where it is 1, and else.
-_NONE, _ALL, _SOME = "{}", "T(0)", "dropout::kept(random_bits, threshold, {}, scale)"
+_NONE, _ALL, _SOME = "{}", "T(0)", "dropout::kept(random_halves, threshold, {}, scale)"
 
 
 def _made(value: str, *names: str) -> Elementwise:
@@ -106,7 +106,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         ValueError: ``p`` is outside [0, 1].
         Exception: What torch raises for a dtype that it has no kernel for either.
 
-    Same as ``F.dropout``. Random numbers come from torch's generator of the device, by Philox 4x32-7. Which elements are dropped
+    Same as ``F.dropout``. Random numbers come from torch's generator of the device, by Philox 4x32-7, eight of a call. Which elements are dropped
     depends on a seed from there and on their place in row-major order: not on strides, the GPU or the launch. There is no mask in
     memory, and the input is not kept: the backward draws the numbers again. Under vmap, and in forward mode, it is torch's own.
 
