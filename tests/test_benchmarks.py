@@ -560,6 +560,52 @@ def test_plot_is_drawn_from_a_file(tmp_path):
     assert image.startswith(b"\x89PNG") and 10_000 < len(image) < 200_000
 
 
+def test_cases_off_an_axis_are_drawn_beside_each_other(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def results(op, **rates):
+        entries = [
+            an_entry(x, direction, dtype, copy=4150, **rates) | {"group": "whole"}
+            for dtype in ("bf16", "fp32")
+            for direction in run.DIRECTIONS
+            for x in (64, 512)
+        ]
+        entries[1]["peers"]["torch"] = {"status": "failed: x"}
+        return META | {"op": op, "device": entries}
+
+    several = results("add", tkjit=4000, torch=3000), results("swiglu", tkjit=4000, torch=2000, liger=3000)
+    paths = [report.write(one, tmp_path) for one in several]
+    assert not plot.lies_on_an_axis(several[0])
+    together = tmp_path / "pointwise.png"
+    assert plot.main(["--into", str(together), *map(str, paths)]) == 0
+    assert plot.main(list(map(str, paths))) == 0
+    for image in (together, *(path.with_suffix(".png") for path in paths)):
+        assert image.read_bytes().startswith(b"\x89PNG")
+    assert plot._place("add", several[0]["device"][0], True) == "add 64 MB"
+    assert plot._place("a", an_entry(8) | {"case": "tokens first 32+8x64 bf16"}, False) == "tokens first 32+8x64"
+    with pytest.raises(ValueError, match="beside a copy"):
+        plot.draw_cases([META | {"device": [an_entry(tkjit=4000)]}], together)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "cross_entropy", "linear_cross_entropy"])
+def test_cases_of_an_op_with_sizes_lie_on_an_axis(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    entries = []
+    for case in testing.all_cases()[name].bench:
+        for direction in run.DIRECTIONS:
+            entry = run.entry_of(case, direction)
+            rates = {"tkjit": 4000.0, "copy": 4200.0, "quack": 3000.0}
+            entry["peers"] = {
+                peer: {"status": "ok", "gbps": gbps} | timing.summary([entry["bytes"] / gbps / 1e6])
+                for peer, gbps in rates.items()
+            }
+            run.compare(entry)
+            entries.append(entry)
+    results = META | {"op": name, "device": entries}
+    assert plot.lies_on_an_axis(results)
+    assert plot.draw(results, tmp_path / "x.png").stat().st_size > 10_000
+
+
 def test_a_plot_of_nothing_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no device timings"):
         plot.draw(META, tmp_path / "x.png")
