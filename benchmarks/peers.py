@@ -4,15 +4,18 @@ Every op has three peers without being listed here: torch (the reference of its 
 copy that moves the same bytes. A peer of one op is a function decorated with ``@peer(name, op, ...)`` that imports what
 it needs and returns a ``(forward, backward)`` pair; where the import fails the results say "not installed". Each of the
 pair takes a :class:`Call` and returns a function without arguments: the thing that is timed. Whatever can be made ahead
-(saved outputs, leaves that need a gradient) is made ahead.
+(saved outputs, leaves that need a gradient) is made ahead. What writes over its arguments has copies of them, which are
+filled again before each timed call (:class:`Refilled`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+import adamw
+from report import without_paths
 from tkjit.testing import BenchCase, OpCases, as_tuple
 
 Thunk = Callable[[], Any]
@@ -70,7 +73,8 @@ _OF_ONE_OP: list[tuple[str, tuple[str, ...], Callable[[str], Pair]]] = []
 
 
 def peer(name: str, *ops: str) -> Callable[[Callable[[str], Pair]], Callable[[str], Pair]]:
-    """Register a maker, called with the op's key, of a peer of these ops; it replaces an every-op peer of that name."""
+    """Register a maker of a peer of these ops, called with the op's name, or the key that it shares with others; it
+    replaces an every-op peer of that name."""
 
     def register(maker: Callable[[str], Pair]) -> Callable[[str], Pair]:
         _OF_ONE_OP.append((name, ops, maker))
@@ -88,12 +92,15 @@ def peers_of(op: OpCases) -> list[Peer]:
         "torch.compile": Peer("torch.compile", *made_for(lambda call: compiled(op.reference)), checked=not op.random),
     }
     for name, ops, maker in _OF_ONE_OP:
-        if op.peers_key not in ops:
+        key = next((key for key in (op.name, op.peers_key) if key in ops), None)
+        if key is None:
             continue
         try:
-            found[name] = Peer(name, *maker(op.peers_key))
+            found[name] = Peer(name, *maker(key))
         except ImportError as e:
-            found[name] = Peer(name, missing=f"not installed ({e})")
+            found[name] = Peer(name, missing=without_paths(f"not installed ({e})"))
+        except Exception as e:  # a package that dies while it is imported is as good as none
+            found[name] = Peer(name, missing=without_paths(f"import failed: {type(e).__name__}: {e}"))
     return list(found.values())
 
 
@@ -125,6 +132,36 @@ def made_for(
 ) -> Pair:
     """The same of a function that is made for the call, with whatever it needs beside the arguments."""
     return lambda call: pair(make(call))[0](call), lambda call: pair(make(call))[1](call)
+
+
+class Refilled:
+    """A call that writes over tensors of its own: :meth:`refill` gives them their values again, outside what is timed."""
+
+    def __init__(self, call: Thunk, held: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._call, self._held = call, tuple(held)
+
+    def __call__(self) -> Any:
+        return self._call()
+
+    def refill(self) -> None:
+        for own, source in self._held:
+            own.data.copy_(source)  # .data: autograd takes what it saved for unchanged, as the peer's own writes do
+
+
+def overwriting(build: Callable[[Call], Thunk], *places: int, grads: bool = False) -> Callable[[Call], Thunk]:
+    """The same with copies of the arguments in these places (and of the gradients), which the call may write over."""
+
+    def built(call: Call) -> Thunk:
+        args, dys = list(call.args), call.grads
+        for i in places:
+            args[i] = None if args[i] is None else args[i].clone()
+        if grads:
+            dys = tuple(dy.clone() for dy in dys)
+        own = [(args[i], call.args[i]) for i in places if args[i] is not None]
+        own += zip(dys, call.grads, strict=True) if grads else ()
+        return Refilled(build(replace(call, args=tuple(args), grads=dys)), own)
+
+    return built
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,10 +266,28 @@ def _liger_softmax(key: str) -> Pair:
 
 
 @peer("quack", "rms_norm")
-def _quack_norm(key: str) -> Pair:
+def _quack_rms_norm(key: str) -> Pair:
     from quack.rmsnorm import rmsnorm
 
     return through_autograd(lambda x, shape, weight: rmsnorm(x, weight))
+
+
+@peer("quack", "layer_norm")
+def _quack_layer_norm(key: str) -> Pair:
+    """Its raw ops. The forward takes weight and bias in float32 alone: these it gets, made ahead."""
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    def forward(call: Call) -> Thunk:
+        x, _, weight, bias = call.args
+        weight, bias = weight.float(), bias.float()
+        return lambda: layernorm_fwd(x, weight, bias, 1e-5)
+
+    def backward(call: Call) -> Thunk:
+        (x, _, weight, bias), (dy,) = call.args, call.grads
+        _, rstd, mean = layernorm_fwd(x, weight.float(), bias.float(), 1e-5, return_rstd=True, return_mean=True)
+        return lambda: layernorm_bwd(x, weight, dy, rstd, mean)
+
+    return forward, backward
 
 
 @peer("liger", "layer_norm", "rms_norm")
@@ -246,6 +301,18 @@ def _liger_norm(key: str) -> Pair:
         return LigerRMSNormFunction.apply(x, weight, 1e-6, 0.0, "llama", False)  # not in place
 
     return through_autograd(layer_norm if key == "layer_norm" else rms_norm)
+
+
+# --- Element by element ----------------------------------------------------------
+
+
+@peer("liger", "swiglu")
+def _liger_swiglu(key: str) -> Pair:
+    """Its backward writes the gradients over gate and up."""
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    forward, backward = through_autograd(LigerSiLUMulFunction.apply)
+    return forward, overwriting(backward, 0, 1)
 
 
 # --- Cross entropy ------------------------------------------------------------
@@ -296,6 +363,15 @@ def _liger_linear_cross_entropy(key: str) -> Pair:
     return _step(liger_fused_linear_cross_entropy)
 
 
+@peer("quack", "linear_cross_entropy")
+def _quack_linear_cross_entropy(key: str) -> Pair:
+    """Its pipeline of scaled exponentials, where that takes the shape; else the products in the tiles that it picks untuned,
+    since to tune them takes minutes."""
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    return _step(lambda *args: chunked_linear_cross_entropy(*args, tuned=False))
+
+
 @peer("quack", "cross_entropy")
 def _quack_cross_entropy(key: str) -> Pair:
     from quack.cross_entropy import cross_entropy
@@ -305,15 +381,12 @@ def _quack_cross_entropy(key: str) -> Pair:
 
 @peer("liger", "cross_entropy")
 def _liger_cross_entropy(key: str) -> Pair:
+    """Its forward writes the gradient over logits that need one. It also waits for the device, to count the rows: that wait is
+    in its time."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     forward, backward = _step(liger_cross_entropy)
-
-    def on_a_copy(build: Callable[[Call], Thunk]) -> Callable[[Call], Thunk]:
-        # Its gradient is written over the logits, which are the other peers' too.
-        return lambda call: build(replace(call, args=(call.args[0].clone(), *call.args[1:])))
-
-    return on_a_copy(forward), on_a_copy(backward)
+    return forward, overwriting(backward, 0)
 
 
 # --- Attention -----------------------------------------------------------------
@@ -497,34 +570,122 @@ def _compiled_rotary(key: str) -> Pair:
 
 @peer("liger", ROTARY)
 def _liger_rotary(key: str) -> Pair:
-    """Its kernel works in place where tokens lie first; these it copies before. The tables are made ahead."""
+    """It writes over queries, keys and gradients in whose memory tokens lie first; others it copies before. The tables are made
+    ahead, in float32: what it computes in."""
     from liger_kernel.ops import LigerRopeFunction
 
     def make(call: Call) -> Callable[..., Any]:
-        query, cos, sin, ids, interleaved, keys = call.args
-        if interleaved or keys is None or ids is not None or 2 * cos.shape[-1] != query.shape[-1]:
-            raise NotApplicable("halves of whole heads, queries and keys, no position ids")
-        if call.kwargs.get("seq_dim", -2) != -2:
-            raise NotApplicable("heads first only")
-        cos, sin = (torch.cat((t, t), -1)[None].to(query.dtype) for t in (cos, sin))
-        return lambda query, _cos, _sin, _ids, _interleaved, keys: LigerRopeFunction.apply(query, keys, cos, sin)
+        _, cos, sin, ids, interleaved, keys = call.args
+        if interleaved or keys is None or ids is not None:
+            raise NotApplicable("halves, queries and keys, no position ids")
+        cos, sin = (torch.cat((t, t), -1)[None] for t in (cos, sin))
+        heads_first = _turned(call, -2)
 
-    return made_for(make)
+        def function(query: Any, _cos: Any, _sin: Any, _ids: Any, _interleaved: bool, keys: Any, **_: Any) -> Any:
+            return tuple(map(heads_first, LigerRopeFunction.apply(heads_first(query), heads_first(keys), cos, sin)))
+
+        return function
+
+    forward, backward = made_for(make)
+    return overwriting(forward, 0, 5), overwriting(backward, 0, 5, grads=True)
 
 
-@peer("flash-attn", ROTARY)
-def _flash_rotary(key: str) -> Pair:
-    """A launch each for queries and keys."""
-    from flash_attn.layers.rotary import apply_rotary_emb
+def _turned(call: Call, seq_dim: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A view of a query or key whose tokens lie along ``seq_dim``; from there, the way back."""
+    same = call.kwargs.get("seq_dim", -2) == seq_dim
+    return lambda x: x if same else x.transpose(1, 2)
+
+
+def _one_by_one(apply: Callable[..., torch.Tensor]) -> Pair:
+    """A launch each for queries and keys, which have tokens first, of any strides."""
 
     def make(call: Call) -> Callable[..., Any]:
-        if call.args[3] is not None or call.kwargs.get("seq_dim", -2) != -3:
-            raise NotApplicable("tokens first only, no position ids")
+        if call.args[3] is not None:
+            raise NotApplicable("no position ids")
+        tokens_first = _turned(call, -3)
 
         def function(query: Any, cos: Any, sin: Any, ids: Any, interleaved: bool, keys: Any, **_: Any) -> Any:
-            found = tuple(apply_rotary_emb(x, cos, sin, interleaved) for x in (query, keys) if x is not None)
+            given = [tokens_first(x) for x in (query, keys) if x is not None]
+            found = tuple(tokens_first(apply(x, cos, sin, interleaved)) for x in given)
             return found if keys is not None else found[0]
 
         return function
 
     return made_for(make)
+
+
+@peer("quack", ROTARY)
+def _quack_rotary(key: str) -> Pair:
+    from quack.rotary import apply_rotary_emb
+
+    return _one_by_one(apply_rotary_emb)
+
+
+@peer("flash-attn", ROTARY)
+def _flash_rotary(key: str) -> Pair:
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    return _one_by_one(apply_rotary_emb)
+
+
+# --- AdamW -------------------------------------------------------------------------
+
+
+def _stepping(make: Callable[[Call, list[torch.Tensor]], torch.optim.Optimizer], *, graph: bool = False) -> Pair:
+    """Steps of an optimizer of its own copies; each goes on where the last has stopped."""
+
+    def forward(call: Call) -> Thunk:
+        own = [t.clone() for t in call.args]
+        params, grads, averages, squares = adamw.by_role(own)
+        optimizer = make(call, params)
+        for p, g, m, v in zip(params, grads, averages, squares, strict=True):
+            p.grad = g
+            done = torch.tensor(float(adamw.STEPS_BEFORE), device=p.device)
+            optimizer.state[p] = {"step": done, "exp_avg": m, "exp_avg_sq": v}
+        step = compiled(lambda: optimizer.step()) if graph else optimizer.step
+
+        def run() -> tuple[torch.Tensor, ...]:
+            step()
+            return (*params, *averages, *squares)
+
+        return run
+
+    return forward, _no_peer
+
+
+def _of_torch(**settings: Any) -> Callable[[Call, list[torch.Tensor]], torch.optim.Optimizer]:
+    def make(call: Call, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        if call.args[-1].dtype != params[0].dtype:
+            raise NotApplicable("states have the parameters' type")
+        return torch.optim.AdamW(params, **adamw.SETTINGS, **settings)
+
+    return make
+
+
+@peer("tkjit", adamw.NAME)
+def _tkjit_adamw(key: str) -> Pair:
+    import tkjit
+
+    def make(call: Call, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        own = call.args[-1].dtype
+        state_dtype = own if own != params[0].dtype else None
+        return tkjit.optim.AdamW(params, **adamw.SETTINGS, fused=True, state_dtype=state_dtype)
+
+    return _stepping(make)
+
+
+@peer("torch", adamw.NAME)
+def _torch_adamw(key: str) -> Pair:
+    return _stepping(_of_torch(fused=True))
+
+
+@peer("torch.compile", adamw.NAME)
+def _compiled_adamw(key: str) -> Pair:
+    """The step that torch computes with lists of tensors, compiled; its counters stay on the GPU."""
+
+    def make(call: Call, params: list[torch.Tensor]) -> torch.optim.Optimizer:
+        if len(params) > 500:
+            raise NotApplicable("to compile for so many tensors takes minutes")
+        return _of_torch(foreach=True, capturable=params[0].is_cuda)(call, params)
+
+    return _stepping(make, graph=True)

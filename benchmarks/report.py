@@ -73,7 +73,7 @@ def _output(*words: str) -> str:
 def versions() -> dict[str, str]:
     """Of everything that moves the numbers; what isn't installed is left out."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    for name in ("tkjit", "triton", "quack-kernels", "liger-kernel"):
+    for name in ("tkjit", "triton", "quack-kernels", "nvidia-cutlass-dsl", "liger-kernel"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

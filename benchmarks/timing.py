@@ -3,7 +3,8 @@
 Device: CUDA events around one call. Before each timed call a buffer larger than the L2 cache is overwritten, so that
 the call finds nothing of its own there, and the device is kept waiting for longer than the host needs to enqueue the
 call, so that no host time falls between the events. The flush leaves dirty lines that the timed call writes back, and
-the call leaves as many for the next flush: it pays for the writes that it owes. Peers take turns call by call, each
+the call leaves as many for the next flush: it pays for the writes that it owes. What a call writes over is filled again before the
+flush (by its method ``refill``). Peers take turns call by call, each
 round in another order, because the card's power limit drifts within a run.
 """
 
@@ -87,7 +88,11 @@ def interleave(calls: Mapping[str, Thunk], rounds: int, clock: Clock, heat_s: fl
     started: dict[str, list[Any]] = {name: [] for name in calls}
     for order in orders(list(calls), rounds):
         for name in order:
-            started[name].append(clock.start(calls[name], lead[name]))
+            call = calls[name]
+            refill = getattr(call, "refill", None)
+            if refill is not None:
+                refill()
+            started[name].append(clock.start(call, lead[name]))
     clock.synchronize()
     return {name: [clock.read(one) for one in several] for name, several in started.items()}
 

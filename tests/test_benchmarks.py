@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -17,6 +18,7 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import adamw  # noqa: E402
 import peers  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
@@ -208,6 +210,206 @@ def test_quack_and_liger_are_called_as_they_take_it(monkeypatch, inner, directio
     assert {name: p["status"] for name, p in entry["peers"].items()} == {"quack": expected, "liger": expected}
 
 
+def installed(monkeypatch, **modules: dict[str, object]) -> None:
+    """Stand-ins: ``a__b`` is the module ``a.b``."""
+    for name, holds in modules.items():
+        name = name.replace("__", ".")
+        monkeypatch.setitem(sys.modules, name.split(".")[0], types.ModuleType("parent"))
+        module = types.ModuleType(name)
+        vars(module).update(holds)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def statuses(op, case, names, direction="forward", rounds=3):
+    chosen = [p for p in peers.peers_of(op) if p.name in names]
+    entry = run.time_case(op, case, direction, chosen, rounds, SetClock(), "cpu")
+    return {name: peer["status"] for name, peer in entry["peers"].items()}
+
+
+def a_case(make, grad_of, dtype=torch.float32, **kwargs):
+    return testing.BenchCase("a", "a", 1, dtype, lambda device: make(), 64, 64, kwargs, grad_of=grad_of)
+
+
+class OverGateAndUp(torch.autograd.Function):
+    """A stand-in whose backward, as liger's, leaves the gradients in place of what it was given."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        s = gate.sigmoid()
+        d_gate, d_up = dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+        return gate.data.copy_(d_gate), up.data.copy_(d_up)
+
+
+@pytest.mark.parametrize("direction", run.DIRECTIONS)
+def test_a_peer_that_writes_over_its_arguments_has_its_own_and_finds_them_filled_again(monkeypatch, direction):
+    installed(monkeypatch, liger_kernel__ops={"LigerSiLUMulFunction": OverGateAndUp})
+    op = testing.all_cases()["swiglu"]
+    gate, up = torch.randn(3, 8), torch.randn(3, 8)
+    kept, seen = (gate.clone(), up.clone()), []
+    case = a_case(lambda: (gate, up), (0, 1))
+
+    class Clock(SetClock):
+        def start(self, call, host_us):
+            seen.append(torch.stack([t.detach().clone() for t in call()]) if direction == "backward" else call())
+            return call
+
+    chosen = [p for p in peers.peers_of(op) if p.name == "liger"]
+    entry = run.time_case(op, case, direction, chosen, 3, Clock(), "cpu")
+    assert entry["peers"]["liger"]["status"] == "ok"
+    assert torch.equal(gate, kept[0]) and torch.equal(up, kept[1])
+    assert len(seen) == 3 and all(torch.equal(one, seen[0]) for one in seen)
+
+
+def test_only_the_gate_has_a_peer_among_the_pointwise_ops():
+    named = {name: [p.name for p in peers.peers_of(op)] for name, op in testing.all_cases().items()}
+    assert "liger" in named["swiglu"] and "liger" not in named["silu"] and "liger" not in named["add"]
+
+
+@pytest.mark.parametrize("direction", run.DIRECTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_quacks_layer_norm_gets_float32_parameters_where_it_wants_them(monkeypatch, direction, dtype):
+    def layernorm_fwd(x, weight, bias, eps, return_rstd=False, return_mean=False):
+        assert weight.dtype == bias.dtype == torch.float32
+        y, mean, rstd = torch.native_layer_norm(x.float(), (x.shape[-1],), weight, bias, eps)
+        return (y.to(x.dtype), rstd, mean) if return_rstd else y.to(x.dtype)
+
+    def layernorm_bwd(x, weight, dy, rstd, mean):
+        given = (dy.float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), weight.float(), (True,) * 3)
+        return tuple(t.to(dtype) for t in torch.ops.aten.native_layer_norm_backward(*given))
+
+    installed(monkeypatch, quack__rmsnorm={"layernorm_fwd": layernorm_fwd, "layernorm_bwd": layernorm_bwd})
+    case = a_case(
+        lambda: (torch.randn(5, 24).to(dtype), (24,), torch.randn(24).to(dtype), torch.randn(24).to(dtype)),
+        (0, 2, 3), dtype,
+    )  # fmt: skip
+    assert statuses(testing.all_cases()["layer_norm"], case, ["torch", "quack"], direction) == {
+        "torch": "ok",
+        "quack": "ok",
+    }
+
+
+class InPlaceRope(torch.autograd.Function):
+    """A stand-in that, as liger's, works in place where tokens lie first in memory and copies others."""
+
+    @staticmethod
+    def turn(x, cos, sin):
+        x = x.transpose(1, 2).contiguous()
+        cos, sin = (t[0, :, None, : t.shape[-1] // 2] for t in (cos, sin))
+        turned = x[..., : 2 * cos.shape[-1]]
+        a, b = turned.float().chunk(2, -1)
+        turned.copy_(torch.cat((a * cos - b * sin, b * cos + a * sin), -1))
+        return x.transpose(1, 2)
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return tuple(InPlaceRope.turn(x.data, cos, sin) for x in (q, k))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        cos, sin = ctx.saved_tensors
+        return *(InPlaceRope.turn(dy.data, cos, -sin) for dy in grads), None, None
+
+
+@pytest.mark.parametrize("direction", run.DIRECTIONS)
+@pytest.mark.parametrize("seq_dim, width, turned", [(-2, 16, 16), (-3, 16, 16), (-3, 24, 16)])
+def test_rotary_peers_take_either_order_of_heads_and_tokens(monkeypatch, seq_dim, width, turned, direction):
+    from tkjit.ops.rotary import tables
+
+    def apply_rotary_emb(x, cos, sin, interleaved):
+        part, (cos, sin) = x[..., : 2 * cos.shape[-1]], (t[:, None] for t in (cos, sin))
+        a, b = (part[..., 0::2], part[..., 1::2]) if interleaved else part.chunk(2, -1)
+        y = (a * cos - b * sin, b * cos + a * sin)
+        y = torch.stack(y, -1).flatten(-2) if interleaved else torch.cat(y, -1)
+        return torch.cat((y, x[..., 2 * cos.shape[-1] :]), -1)
+
+    installed(
+        monkeypatch,
+        quack__rotary={"apply_rotary_emb": apply_rotary_emb},
+        liger_kernel__ops={"LigerRopeFunction": InPlaceRope},
+    )
+
+    def make(heads=(4, 2), ids=None, interleaved=False):
+        shapes = [(2, 5, n, width) if seq_dim == -3 else (2, n, 5, width) for n in heads]
+        query, keys = torch.randn(shapes[0]), torch.randn(shapes[1]) if heads[1] else None
+        return query, *tables(5, turned), ids, interleaved, keys
+
+    op = testing.all_cases()["rotary_embedding"]
+
+    def of(grad_of=(0, 5), **kwargs):
+        case = a_case(lambda: make(**kwargs), grad_of, seq_dim=seq_dim)
+        return statuses(op, case, ["torch", "quack", "liger"], direction)
+
+    lacks = "n/a: halves, queries and keys, no position ids"
+    assert of() == {"torch": "ok", "quack": "ok", "liger": "ok"}
+    assert of(interleaved=True) == {"torch": "ok", "quack": "ok", "liger": lacks}
+    assert of((0,), heads=(4, 0)) == {"torch": "ok", "quack": "ok", "liger": lacks}
+    if seq_dim == -2:
+        assert of(ids=torch.randint(5, (2, 5))) == {"torch": "ok", "quack": "n/a: no position ids", "liger": lacks}
+
+
+def test_a_loss_in_float32_is_as_good_as_torchs_rounded_one():
+    def loss(x, target):
+        return torch.nn.functional.cross_entropy(x.float(), target)
+
+    op = testing.op_cases(
+        public=loss, reference=torch.nn.functional.cross_entropy, inputs=lambda device, dtype: (), name="a_loss"
+    )
+    case = a_case(lambda: (torch.randn(6, 9).bfloat16(), torch.randint(9, (6,))), (0,), torch.bfloat16)
+    assert statuses(op, case, ["tkjit"]) == {"tkjit": "ok"}
+    wrong = dataclasses.replace(op, public=lambda x, target: 1.1 * loss(x, target))
+    assert statuses(wrong, case, ["tkjit"])["tkjit"].startswith("wrong: error")
+
+
+def test_a_peer_that_dies_while_it_is_imported_is_reported_without_its_paths(monkeypatch):
+    class Dies:
+        def find_spec(self, name, path=None, target=None):
+            if name == "quack.softmax":
+                raise TypeError("bad thing in /opt/somewhere/quack.py")
+
+    installed(monkeypatch, quack={})
+    sys.modules["quack"].__path__ = []
+    monkeypatch.delitem(sys.modules, "quack.softmax", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Dies(), *sys.meta_path])
+    missing = {p.name: p.missing for p in peers.peers_of(an_op())}
+    assert missing["quack"] == "import failed: TypeError: bad thing in quack.py"
+
+
+def test_adamws_peers_agree_with_float64(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    for dtype, states in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)):
+        case = adamw.case("some", ((5, 7), (3,), (64,)), dtype, states)
+        found = statuses(adamw.CASES, case, ["tkjit", "copy", "torch", "torch.compile"])
+        of_torch = "ok" if states == dtype else "n/a: states have the parameters' type"
+        assert found == {"tkjit": "ok", "copy": "ok", "torch": of_torch, "torch.compile": of_torch}
+
+
+def test_cases_of_adamw_count_what_a_step_moves():
+    for case in adamw.CASES.bench:
+        p, g, m, v = (sum(t.nbytes for t in of_role) for of_role in adamw.by_role(case.make("meta")))
+        assert case.forward_bytes == 2 * p + g + 2 * m + 2 * v
+    assert sum(map(math.prod, adamw.GPT2_MEDIUM)) == 354_823_168
+    many = next(case for case in adamw.CASES.bench if case.x == 1024)
+    call = peers.Call(adamw.CASES, many, "forward", many.make("meta"))
+    peer = next(p for p in peers.peers_of(adamw.CASES) if p.name == "torch.compile")
+    with pytest.raises(peers.NotApplicable, match="takes minutes"):
+        dataclasses.replace(peer).build(dataclasses.replace(call, args=tuple(torch.zeros(1) for _ in call.args)))
+
+
+def test_an_optimizer_has_device_times_alone(monkeypatch):
+    monkeypatch.setattr(run, "on_device", lambda op, options, clock: [])
+    monkeypatch.setattr(run.timing, "CudaClock", SetClock)
+    results: dict = {}
+    run.measure(adamw.CASES, run.parse(["--all"]), results)
+    assert results == {"device": []}
+
+
 def attention_calls():
     """Of attention and of what is timed beside it; which arguments have gradients."""
     qkv = [torch.randn(2, 2, 9, 16) for _ in range(3)]
@@ -369,6 +571,19 @@ def test_over_the_budget_is_reported_not_dropped(capsys):
     assert len(entries) == 2 * len(op.bench)
     assert all(p["status"] == "not run: over the budget" for e in entries for p in e["peers"].values())
     assert "not run: over the budget" in capsys.readouterr().out
+    report.check(META | {"device": entries})
+
+
+def test_a_peer_that_compiles_too_long_is_left_out_of_further_cases(monkeypatch, capsys):
+    op, clock = an_op(), iter(range(0, 10**6, 7))
+    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock))
+    options = run.parse(["softmax", "--peer", "torch", "--patience", "10"])
+    options.deadline = math.inf
+    monkeypatch.setattr(run, "time_case", functools.partial(run.time_case, device="cpu"))
+    entries = run.on_device(op, options, SetClock())
+    took = [e["peers"]["torch"]["status"] for e in entries]
+    assert took == ["ok", "ok"] + ["not run: its first calls took 10 s"] * (len(entries) - 2)
+    assert all(e["peers"]["tkjit"]["status"] == "ok" for e in entries)
     report.check(META | {"device": entries})
 
 
@@ -558,6 +773,52 @@ def test_plot_is_drawn_from_a_file(tmp_path):
     assert plot.main([str(path)]) == 0
     image = path.with_suffix(".png").read_bytes()
     assert image.startswith(b"\x89PNG") and 10_000 < len(image) < 200_000
+
+
+def test_cases_off_an_axis_are_drawn_beside_each_other(tmp_path):
+    pytest.importorskip("matplotlib")
+
+    def results(op, **rates):
+        entries = [
+            an_entry(x, direction, dtype, copy=4150, **rates) | {"group": "whole"}
+            for dtype in ("bf16", "fp32")
+            for direction in run.DIRECTIONS
+            for x in (64, 512)
+        ]
+        entries[1]["peers"]["torch"] = {"status": "failed: x"}
+        return META | {"op": op, "device": entries}
+
+    several = results("add", tkjit=4000, torch=3000), results("swiglu", tkjit=4000, torch=2000, liger=3000)
+    paths = [report.write(one, tmp_path) for one in several]
+    assert not plot.lies_on_an_axis(several[0])
+    together = tmp_path / "pointwise.png"
+    assert plot.main(["--into", str(together), *map(str, paths)]) == 0
+    assert plot.main(list(map(str, paths))) == 0
+    for image in (together, *(path.with_suffix(".png") for path in paths)):
+        assert image.read_bytes().startswith(b"\x89PNG")
+    assert plot._place("add", several[0]["device"][0], True) == "add 64 MB"
+    assert plot._place("a", an_entry(8) | {"case": "tokens first 32+8x64 bf16"}, False) == "tokens first 32+8x64"
+    with pytest.raises(ValueError, match="beside a copy"):
+        plot.draw_cases([META | {"device": [an_entry(tkjit=4000)]}], together)
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "cross_entropy", "linear_cross_entropy"])
+def test_cases_of_an_op_with_sizes_lie_on_an_axis(name, tmp_path):
+    pytest.importorskip("matplotlib")
+    entries = []
+    for case in testing.all_cases()[name].bench:
+        for direction in run.DIRECTIONS:
+            entry = run.entry_of(case, direction)
+            rates = {"tkjit": 4000.0, "copy": 4200.0, "quack": 3000.0}
+            entry["peers"] = {
+                peer: {"status": "ok", "gbps": gbps} | timing.summary([entry["bytes"] / gbps / 1e6])
+                for peer, gbps in rates.items()
+            }
+            run.compare(entry)
+            entries.append(entry)
+    results = META | {"op": name, "device": entries}
+    assert plot.lies_on_an_axis(results)
+    assert plot.draw(results, tmp_path / "x.png").stat().st_size > 10_000
 
 
 def test_a_plot_of_nothing_is_an_error(tmp_path):
