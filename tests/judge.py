@@ -120,9 +120,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The values as integers; every NaN alike, and 0 apart from -0."""
+    """The values as integers of the tensor's shape; every NaN alike, and 0 apart from -0."""
     if not tensor.is_floating_point():
-        return tensor.detach().contiguous().view(torch.uint8)
+        return tensor.detach()
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor.detach()).contiguous().view(whole)
 
