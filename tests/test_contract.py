@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
@@ -633,7 +634,9 @@ def _recorded(op: OpCases, sample: Sample) -> list[tuple[Any, tuple]]:
 
 
 def test_library_ops_pass_opcheck(device: str):
-    """Schema, autograd registration, fake kernel, and tracing with dynamic shapes; no library op is left out."""
+    """Schema, autograd registration, fake kernel, and tracing with dynamic shapes; no library op is left out but those that run
+    what users write, which the registration brings whether an op here is made of them or not: their own tests check them."""
+    users = {f.name() for f in vars(tkjit.kernel).values() if isinstance(f, torch._ops.OpOverload)}
     checked = set()
     for op in OPS.values():
         for dtype in (torch.float32, torch.float16):
@@ -651,7 +654,7 @@ def test_library_ops_pass_opcheck(device: str):
                         torch.library.opcheck(function, tuple(as_leaves(args)))
                     checked.add(function.name())
     known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkjit::")}
-    assert checked == known
+    assert known - users <= checked <= known
 
 
 # --- torch.compile and CUDA graphs -------------------------------------------------------------------------------------
@@ -802,7 +805,7 @@ def test_second_call_of_a_kind_plans_and_compiles_nothing(op: OpCases, device: s
     for sample in op.samples(device, torch.bfloat16):
         answer(op.public, sample.args, sample.kwargs)
         before = tkjit.cache.stats()
-        answer(op.public, moved(sample, torch.clone), sample.kwargs)
+        answer(op.public, moved(sample, copy.deepcopy), sample.kwargs)  # a clone of what is expanded has other strides
         after = tkjit.cache.stats()
         for counter in ("plan_misses", "compiles", "disk_hits"):
             assert after[counter] == before[counter], f"{sample.label}: {counter} rose; {tkjit.cache.explain()[-2:]}"
