@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from judge import assert_same, same_bits
+from tkjit.testing import FLOOR, closeness
 
 
 @pytest.mark.parametrize("dtype", (torch.int64, torch.uint8, torch.bool, torch.float16, torch.float64), ids=str)
@@ -24,3 +25,12 @@ def test_tensors_of_any_number_of_dims_are_compared(dtype: torch.dtype):
 def test_nan_is_nan_and_zero_has_a_sign():
     nan, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert same_bits(nan, other) and not same_bits(torch.tensor(0.0), torch.tensor(-0.0))
+
+
+def test_what_was_rounded_on_the_way_is_held_to_that_types_floor():
+    """However close torch came by chance; and no result is held to less than its own type's."""
+    want = torch.ones(3, dtype=torch.float64)
+    for got in (torch.float32, torch.float16, torch.bfloat16):
+        for rounded_to in (None, torch.float32, torch.float16, torch.bfloat16):
+            verdict = closeness(want.to(got), want, want.to(got), rounded_to=rounded_to)
+            assert verdict.bound == max(FLOOR[got], FLOOR[rounded_to or got])
