@@ -73,6 +73,7 @@ def check(
     dim: int | None = None,
     scale: Callable[[Answer, Sequence[Tensor]], Tensor] | None = None,
     slack: tuple[float, float] = (1.0, 1.0),
+    rounded_to: torch.dtype | None = None,
 ) -> Answer:
     """Outputs and gradients of ``public`` are close to float64's, held to torch's own error on dense copies.
 
@@ -80,6 +81,7 @@ def check(
         dim: For the outputs' closeness; see tkjit.testing.error.
         scale: For the gradients' closeness: (float64's answer, upstream gradients) -> the size of the terms that cancel.
         slack: Of the outputs and of the gradients: see tkjit.testing.closeness.
+        rounded_to: What both round to on the way: see there.
 
     Returns:
         What ``public`` answered.
@@ -92,12 +94,12 @@ def check(
     want = answer(reference, mapped(Tensor.double, dense), wide, wide_grads)
     got = answer(public, args, kwargs, grads)
     for i, result in enumerate(got.outputs):
-        assert_close(result, want.outputs[i], own.outputs[i], dim=dim, slack=slack[0], label=f"{label}, output {i}")
+        rule: dict[str, Any] = dict(dim=dim, slack=slack[0], rounded_to=rounded_to)
+        assert_close(result, want.outputs[i], own.outputs[i], label=f"{label}, output {i}", **rule)
     for i, result in enumerate(got.gradients):
         size = scale(want, wide_grads) if scale else _size(want.gradients[i], wide_grads)
-        assert_close(
-            result, want.gradients[i], own.gradients[i], scale=size, slack=slack[1], label=f"{label}, gradient {i}"
-        )
+        rule = dict(scale=size, slack=slack[1], rounded_to=rounded_to)
+        assert_close(result, want.gradients[i], own.gradients[i], label=f"{label}, gradient {i}", **rule)
     return got
 
 
@@ -120,9 +122,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The values as integers; every NaN alike, and 0 apart from -0."""
+    """The values as integers of the tensor's shape; every NaN alike, and 0 apart from -0."""
     if not tensor.is_floating_point():
-        return tensor.detach().contiguous().view(torch.uint8)
+        return tensor.detach()
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor.detach()).contiguous().view(whole)
 

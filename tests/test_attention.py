@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import tkjit
 from judge import Answer, answer, assert_same, check
 from tkjit import _attention as plans
+from tkjit import _device
 from tkjit._plan import Launch, Spec, empty
 from tkjit.ops import attention as module
 from tkjit.testing import assert_close, poison
@@ -435,6 +437,29 @@ def test_deterministic_backward_gives_the_same_bits(dtype: torch.dtype, place: s
             assert_same(again.tensors, first.tensors)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=["bf16", "fp32"])
+def test_gradient_of_an_entrys_mask_has_the_same_bits_in_any_batch(
+    dtype: torch.dtype, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few entries blocks share the heads out, of many a block has them all."""
+    tkjit.cache.clear_plans()
+    monkeypatch.setitem(_device._TYPICAL, "sm_90a", replace(_device._TYPICAL["sm_90a"], sms=4))
+    b, h, n = 5 if place == "cpu" else 140, 4, 32
+    qkv = heads(place, b, h, n, n, 32, dtype)
+    g = torch.randn(b, h, n, 32).to(place, dtype)
+    torch.use_deterministic_algorithms(True)
+    try:
+        for sizes in ((1, n, n), (1, 1, n)):
+            args = [*qkv, torch.randn(b, *sizes).to(place, dtype)]
+            whole = answer(tkjit.scaled_dot_product_attention, args, grads=[g])
+            for rows in (slice(0, 1), slice(1, 3), slice(b - 1, b)):
+                part = answer(tkjit.scaled_dot_product_attention, [t[rows] for t in args], grads=[g[rows]])
+                assert_same(part.tensors, [t[rows] for t in whole.tensors], f"mask of {sizes}, entries {rows}")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        tkjit.cache.clear_plans()
 
 
 def test_second_derivatives(place: str) -> None:

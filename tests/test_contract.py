@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import tkjit
 from judge import answer, as_leaves, assert_same, check, is_float, mapped, upstream
@@ -571,9 +572,26 @@ def test_autocast_gives_torchs_dtypes(op: OpCases, device: str):
 
                 for sample in op.samples(device, given)[:6]:
                     what = f"{sample.label}, autocast to {low}, {given} given, cache {cached}"
+                    rounded_to = low if low in _dtypes_made(inside(op.reference), sample) else None
                     check(
-                        inside(op.public), inside(op.reference), sample.args, sample.kwargs, slack=op.slack, label=what
-                    )
+                        inside(op.public), inside(op.reference), sample.args, sample.kwargs, slack=op.slack, label=what,
+                        rounded_to=rounded_to,
+                    )  # fmt: skip
+
+
+def _dtypes_made(function: Callable, sample: Sample) -> set[torch.dtype]:
+    """Of all the tensors that torch's ops return on the way to the result."""
+    made = set()
+
+    class Watcher(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            found = function(*args, **(kwargs or {}))
+            made.update(t.dtype for t in tree_leaves(found) if isinstance(t, Tensor))
+            return found
+
+    with Watcher():
+        function(*sample.args, **sample.kwargs)
+    return made
 
 
 # --- What is not a plain tensor ------------------------------------------------------------------------------------------
@@ -633,7 +651,9 @@ def _recorded(op: OpCases, sample: Sample) -> list[tuple[Any, tuple]]:
 
 
 def test_library_ops_pass_opcheck(device: str):
-    """Schema, autograd registration, fake kernel, and tracing with dynamic shapes; no library op is left out."""
+    """Schema, autograd registration, fake kernel, and tracing with dynamic shapes; no library op is left out but those that run
+    what users write, which the registration brings whether an op here is made of them or not: their own tests check them."""
+    users = {f.name() for f in vars(tkjit.kernel).values() if isinstance(f, torch._ops.OpOverload)}
     checked = set()
     for op in OPS.values():
         for dtype in (torch.float32, torch.float16):
@@ -651,7 +671,7 @@ def test_library_ops_pass_opcheck(device: str):
                         torch.library.opcheck(function, tuple(as_leaves(args)))
                     checked.add(function.name())
     known = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tkjit::")}
-    assert checked == known
+    assert known - users <= checked <= known
 
 
 # --- torch.compile and CUDA graphs -------------------------------------------------------------------------------------
@@ -802,7 +822,7 @@ def test_second_call_of_a_kind_plans_and_compiles_nothing(op: OpCases, device: s
     for sample in op.samples(device, torch.bfloat16):
         answer(op.public, sample.args, sample.kwargs)
         before = tkjit.cache.stats()
-        answer(op.public, moved(sample, torch.clone), sample.kwargs)
+        answer(op.public, moved(sample, copy.deepcopy), sample.kwargs)  # a clone of what is expanded has other strides
         after = tkjit.cache.stats()
         for counter in ("plan_misses", "compiles", "disk_hits"):
             assert after[counter] == before[counter], f"{sample.label}: {counter} rose; {tkjit.cache.explain()[-2:]}"

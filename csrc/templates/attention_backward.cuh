@@ -5,7 +5,7 @@
 //   bwd         dv, dk and dq as below, at once; bwd_round rounds dq
 //   bwd_dkv     dv = dropout(p)^T do,  dk = scale * ds^T q      where ds = p * (dropout(do v^T) - delta)
 //   bwd_dq      dq = scale * ds k
-//   bwd_dmask   the mask's gradient: ds, summed over the dims in which the mask is broadcast
+//   bwd_dmask   the mask's gradient: ds, summed over the dims in which the mask is broadcast; bwd_sum adds its parts
 //   bwd_sink    the sinks' gradient: -p delta of what they count in a row
 //
 // With a change of scores dk and dq have ds times its slope. The scores are computed again from q and k. Nothing but bwd's dq is
@@ -539,17 +539,18 @@ struct MaskSizes {
     int batch, heads, q_len, k_len;
 };
 
-// A block: a tile of the mask and one of `parts` of what is summed for it: batch entries and heads that share it, and all
-// tiles along a broadcast length.
+// A block: a tile of the mask. What is summed for it, batch entries and heads that share it and all tiles along a broadcast
+// length, is summed in `parts`, and these one after the other. each: a block has one of the parts, and bwd_sum adds them up to
+// the same bits. Without, there is one, or the mask isn't broadcast along a length.
 template <class T, class S, class Out, bool kVector, int BLOCK_N, int kD, int kDv, class E>
 __global__ void __launch_bounds__(E::kThreads)
-bwd_dmask(Out* dmask,                    // (parts, size.batch, size.heads, size.q_len, size.k_len)
+bwd_dmask(Out* dmask,                    // (each ? parts : 1, size.batch, size.heads, size.q_len, size.k_len)
           const typename S::Acc* rows,   // (3, n_rows)
           const T* q,                    // (batch, heads, q_len, d)
           const T* k,                    // (batch, heads / group, k_len, d)
           const T* v,                    // (batch, heads / group, k_len, dv)
           const T* g,                    // (batch, heads, q_len, dv)
-          Problem all, MaskSizes size, int batch, int64_t n_rows, int parts)
+          Problem all, MaskSizes size, int batch, int64_t n_rows, int parts, bool each)
 {
     using Acc = typename E::Acc;
     constexpr int BLOCK_M = E::kM;
@@ -563,51 +564,53 @@ bwd_dmask(Out* dmask,                    // (parts, size.batch, size.heads, size
     block /= n_tiles;
     const int m0 = block % m_tiles * BLOCK_M;
     block /= m_tiles;
-    const int part = block % parts;
-    block /= parts;
+    const int part = each ? block % parts : 0;
+    block /= each ? parts : 1;
     const int mask_head = block % size.heads, mask_batch = block / size.heads;
 
-    Acc sum[E::kRows][BLOCK_N / E::kLanes];
-    tile::fill(sum, Acc(0));
     // All that share the tile: batch entry, head, and where in a broadcast length.
     const int n_batch = size.batch == 1 ? batch : 1, n_heads = size.heads == 1 ? all.heads : 1;
     const int n_m = size.q_len == 1 ? (all.q_len + BLOCK_M - 1) / BLOCK_M : 1;
     const int n_n = size.k_len == 1 ? (all.k_len + BLOCK_N - 1) / BLOCK_N : 1;
     const int64_t count = int64_t(n_batch) * n_heads * n_m;
-    for (int64_t i = part; i < count; i += parts) {
-        const int m = m0 + int(i % n_m) * BLOCK_M;
-        const int head = mask_head + int(i / n_m % n_heads), b = mask_batch + int(i / n_m / n_heads);
-        const Problem a = all.of<S>(b);
-        const S scores = scores_of<S>(a, b, head);
-        tk::sync_block();  // all have read the last tiles
-        tile::load<E::kThreads, kVector>(shared.q, queries_of(q, a.q, a, b, head, a.d), m);
-        tile::load<E::kThreads, kVector>(shared.g, queries_of(g, a.g, a, b, head, a.dv), m);
-        shared.rows.template load<E::kThreads>(rows, n_rows, row_of(a, b, head, m), a.q_len - m);
-        for (int n = n0; n < n0 + n_n * BLOCK_N; n += BLOCK_N) {
-            tk::sync_block();  // all have read the last keys
-            tile::load<E::kThreads, kVector>(shared.k, keys_of<S>(k, a.k, a, b, head / a.group, a.d), n);
-            tile::load<E::kThreads, kVector>(shared.v, keys_of<S>(v, a.v, a, b, head / a.group, a.dv), n);
-            shared.mask.template load<E::kThreads>(scores, m, n);
-            tk::copy_commit();
-            tk::copy_wait<0>();
-            tk::sync_block();  // the tiles are there
-            Acc ds[E::kRows][BLOCK_N / E::kLanes];
-            score_gradients<E, S, false, BLOCK_N>(ds, scores, shared, m, n, true);
+    for (int p = part; p < (each ? part + 1 : parts); ++p) {
+        Acc sum[E::kRows][BLOCK_N / E::kLanes];
+        tile::fill(sum, Acc(0));
+        for (int64_t i = p; i < count; i += parts) {
+            const int m = m0 + int(i % n_m) * BLOCK_M;
+            const int head = mask_head + int(i / n_m % n_heads), b = mask_batch + int(i / n_m / n_heads);
+            const Problem a = all.of<S>(b);
+            const S scores = scores_of<S>(a, b, head);
+            tk::sync_block();  // all have read the last tiles
+            tile::load<E::kThreads, kVector>(shared.q, queries_of(q, a.q, a, b, head, a.d), m);
+            tile::load<E::kThreads, kVector>(shared.g, queries_of(g, a.g, a, b, head, a.dv), m);
+            shared.rows.template load<E::kThreads>(rows, n_rows, row_of(a, b, head, m), a.q_len - m);
+            for (int n = n0; n < n0 + n_n * BLOCK_N; n += BLOCK_N) {
+                tk::sync_block();  // all have read the last keys
+                tile::load<E::kThreads, kVector>(shared.k, keys_of<S>(k, a.k, a, b, head / a.group, a.d), n);
+                tile::load<E::kThreads, kVector>(shared.v, keys_of<S>(v, a.v, a, b, head / a.group, a.dv), n);
+                shared.mask.template load<E::kThreads>(scores, m, n);
+                tk::copy_commit();
+                tk::copy_wait<0>();
+                tk::sync_block();  // the tiles are there
+                Acc ds[E::kRows][BLOCK_N / E::kLanes];
+                score_gradients<E, S, false, BLOCK_N>(ds, scores, shared, m, n, true);
 #pragma unroll
-            for (int row = 0; row < E::kRows; ++row) {
+                for (int row = 0; row < E::kRows; ++row) {
 #pragma unroll
-                for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
-                    sum[row][j] += ds[row][j];
+                    for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
+                        sum[row][j] += ds[row][j];
+                    }
                 }
             }
         }
-    }
-
 #pragma unroll
-    for (int i = 0; i < E::kRows; ++i) {
+        for (int i = 0; i < E::kRows; ++i) {
 #pragma unroll
-        for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
-            shared.sums[E::row(i)][E::column(j)] = sum[i][j];
+            for (int j = 0; j < BLOCK_N / E::kLanes; ++j) {
+                Acc& total = shared.sums[E::row(i)][E::column(j)];
+                total = p == part ? sum[i][j] : total + sum[i][j];
+            }
         }
     }
     tk::sync_block();  // the sums are there
@@ -625,6 +628,26 @@ bwd_dmask(Out* dmask,                    // (parts, size.batch, size.heads, size
         }
         to[int64_t(m0 + row) * size.k_len + n0 + col] = tk::from_acc<Out>(typename tk::accumulator_t<Out>(total));
     }
+}
+
+// Adds up the parts of a mask's gradient in their order.
+template <class T, class Out>
+__global__ void __launch_bounds__(256)
+bwd_sum(Out* dmask,                          // (n)
+        const tk::accumulator_t<T>* from,    // (parts, n)
+        int64_t n, int parts)
+{
+    using Acc = tk::accumulator_t<T>;
+    const int64_t i = int64_t(blockIdx.x) * 256 + int(threadIdx.x);
+    if (i >= n) {
+        return;
+    }
+    Acc total = from[i];
+#pragma unroll 4
+    for (int p = 1; p < parts; ++p) {
+        total += from[p * n + i];
+    }
+    dmask[i] = tk::from_acc<Out>(typename tk::accumulator_t<Out>(total));
 }
 
 // A block: the rows of one head, of all entries.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ._device import Device, device_of
 from ._errors import DeviceError
-from ._plan import Clear, Spec, f64, i32, i64, plan, planned, scratch, struct, u32
+from ._plan import Clear, Spec, bool_, f64, i32, i64, plan, planned, scratch, struct, u32
 from ._rows import DTYPES, ceil_div
 from ._template import CTYPES, Template, template
 
@@ -658,7 +658,7 @@ class _Backward:
 
 @planned
 def backward(*args: Any) -> Any:
-    """The wanted of dq, dk, dv, the mask's gradient, in parts that are to be summed, and the sinks'.
+    """The wanted of dq, dk, dv, the mask's gradient, in float32 where blocks add to it, and the sinks'.
 
     Arguments: the gradients of the output and of the rows' logarithms of sums, or None; output, maxima and sums; the arguments
     of forward; what is wanted, of DQ to DSINKS; and whether with the same bits every time.
@@ -735,14 +735,14 @@ def _fused(run: _Backward, dq: Spec, dk: Spec, dv: Spec, wanted: int) -> tuple[S
     dmask, shared = None, False
     if wanted & DMASK and call.mask is not None and whole_mask:
         shared = call.mask_sizes[:2] != call.scores_shape[:2]
-        whole = (1, *call.mask_sizes)
-        dmask = Spec("float32" if shared else call.mask.dtype, whole, _contiguous(whole), call.q.device, 16)
+        sizes = call.mask_sizes
+        dmask = Spec("float32" if shared else call.mask.dtype, sizes, _contiguous(sizes), call.q.device, 16)
         if shared or call.is_varlen or call.upper is not None or call.lower is not None:
             run.launches.append(Clear(dmask))
         done |= DMASK
     own = (0, 0, 0, 0)
     if dmask is not None:
-        own = tuple(0 if n == 1 else s for n, s in zip(dmask.shape[1:], dmask.strides[1:]))  # type: ignore[assignment]
+        own = tuple(0 if n == 1 else s for n, s in zip(dmask.shape, dmask.strides))  # type: ignore[assignment]
     sums = scratch(call.n_rows * kd * 4, zeroed=True)
     mask = _fitting(call.mask_tile(c.BLOCK_M, c.BLOCK_N), functools.partial(c.shared_bytes, kd, kdv), run.device)
     run.kernel(
@@ -779,22 +779,29 @@ def _keys(run: _Backward, dk: Spec, dv: Spec, wanted: int) -> None:
 
 
 def _mask_gradient(run: _Backward) -> Spec:
-    """The mask's gradient in a fixed order, in parts."""
-    call = run.call
+    """The mask's gradient in a fixed order, the same for each batch entry that has a mask of its own, whatever the batch."""
+    call, sms = run.call, run.device.sms
     assert call.mask is not None
     b, h, length, _ = call.scores_shape
     c = run.pick("bwd_dmask", length)
     sizes = call.mask_sizes
-    tiles = (ceil_div(sizes[2], c.rows) * ceil_div(sizes[3], c.step)) * sizes[0] * sizes[1]
-    shared_by = (b if sizes[0] == 1 else 1) * (h if sizes[1] == 1 else 1)
+    tiles = ceil_div(sizes[2], c.rows) * ceil_div(sizes[3], c.step) * sizes[1]  # of an entry
+    shared_by = (b // max(sizes[0], 1)) * (h if sizes[1] == 1 else 1)
     shared_by *= ceil_div(length, c.rows) if sizes[2] == 1 else 1
-    # Two blocks a multiprocessor, if there is that much to share out.
-    parts = max(min(ceil_div(2 * run.device.sms, max(tiles, 1)), shared_by), 1)
-    out = call.mask.dtype if parts == 1 else "float64" if call.size == 8 else "float32"
-    whole = (parts, *sizes)
-    dmask = Spec(out, whole, _contiguous(whole), call.q.device, 16)
-    args = (dmask, *run.tensors, struct(*map(i32, sizes)), i32(b), i64(call.n_rows), i32(parts))
-    run.tiled("bwd_dmask", c, tiles * parts, args, {"Out": out})
+    # Two blocks a multiprocessor for one entry, if there is that much to share out.
+    parts = max(min(ceil_div(2 * sms, max(tiles, 1)), shared_by), 1)
+    # Where all entries are as many blocks, one adds up its tile's parts: they may be many times the mask.
+    each = parts > 1 and (1 in sizes[2:] or sizes[0] * tiles < 2 * sms)
+    dmask = Spec(call.mask.dtype, sizes, _contiguous(sizes), call.q.device, 16)
+    acc = "float64" if call.size == 8 else "float32"
+    to: Any = scratch(parts * dmask.numel * max(call.size, 4)) if each else dmask
+    args = (to, *run.tensors, struct(*map(i32, sizes)), i32(b), i64(call.n_rows), i32(parts), bool_(each))
+    blocks = tiles * sizes[0] * (parts if each else 1)
+    run.tiled("bwd_dmask", c, blocks, args, {"Out": acc if each else dmask.dtype})
+    if each:
+        run.kernel(
+            "bwd_sum", ceil_div(dmask.numel, 256), 256, (dmask, to, i64(dmask.numel), i32(parts)), Out=dmask.dtype
+        )
     return dmask
 
 

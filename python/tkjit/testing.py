@@ -416,6 +416,7 @@ def closeness(
     fudge: float = FUDGE,
     slack: float = 1.0,
     at_most: float | None = None,
+    rounded_to: torch.dtype | None = None,
 ) -> Closeness:
     """Judge ``got`` by the rule of closeness: error against float64 at most ``max(FLOOR, fudge * torch's own error)``.
 
@@ -428,11 +429,13 @@ def closeness(
         fudge: How much worse than torch is allowed.
         slack: How many times all that is allowed.
         at_most: A fixed bound on top, whatever torch's own error.
+        rounded_to: A dtype that what the result is computed from was rounded to on the way, as autocast does: the floor is no
+            lower than its. A mean of many is off by less, but by how much is chance, in torch's as in ours.
     """
     if got.dtype not in FLOOR:
         raise TypeError(f"got has dtype {got.dtype}; the rule of closeness covers {', '.join(map(str, FLOOR))}")
     own = math.nan if torch_result is None else error(torch_result, want, dim, scale)
-    bound = FLOOR[got.dtype]
+    bound = max(FLOOR[dtype] for dtype in (got.dtype, rounded_to) if dtype is not None)
     if math.isfinite(own):
         bound = max(bound, fudge * own)
     bound *= slack

@@ -140,8 +140,7 @@ def _gradients(g, g_lse, o, stats, args, wanted):
     found = backward(g, g_lse, o, kept, *args, wanted, torch.are_deterministic_algorithms_enabled())
     grads = _spread(as_tuple(found), wanted)
     if grads[3] is not None:
-        parts, mask = grads[3], args[3]
-        grads[3] = (parts[0] if parts.shape[0] == 1 else parts.sum(0)).to(mask.dtype).view(mask.shape)
+        grads[3] = grads[3].to(args[3].dtype).view(args[3].shape)
     return grads
 
 

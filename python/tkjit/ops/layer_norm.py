@@ -559,15 +559,16 @@ def _composite(x, weight, bias, residual, dims, eps, rms, zero):
     return y if residual is None else (y, h)
 
 
-_IS_CAST = [
+_LAYER_NORM_IS_CAST, _RMS_NORM_IS_CAST = (
     torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
     for name in ("layer_norm", "rms_norm")
-]
+)
 
 
 def _autocast(*args):
     """torch's: all to float32 but what is double, on a GPU; a CPU's autocast leaves norms alone, older torch's rms_norm."""
-    if not _IS_CAST[args[6]]:
+    is_cast = _RMS_NORM_IS_CAST if args[6] else _LAYER_NORM_IS_CAST  # torch.compile of 2.11 can't index by a bool
+    if not is_cast:
         return args
 
     def cast(t):

@@ -304,7 +304,8 @@ def _halves(*packed: Tensor | None) -> list[Tensor]:
 
 
 def _gated(gate_op: tuple[Elementwise, Elementwise], gate: Tensor, up: Tensor | None, bias: Any) -> Tensor:
-    op = gate_op[bias is not None]
+    plain, of_sums = gate_op
+    op = plain if bias is None else of_sums  # torch.compile of 2.11 can't index by a bool
     name = op.text.name
     _require_tensor(name, gate, gate if up is None else up)
     packed = up is None
