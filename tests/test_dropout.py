@@ -38,13 +38,15 @@ def philox_words(seed: int, n: int) -> list[int]:
     return words[:n]
 
 
-def expected_mask(shape: tuple[int, ...], p: float, place: str) -> Tensor:
-    """What the next call keeps; the generator stays where it is."""
+def expected_mask(shape: tuple[int, ...], p: float, place: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What the next call keeps; the generator stays where it is. Two elements of two bytes share a word."""
     device = torch.device(place)
     state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state()
     seed = int(drawn_seed(torch.empty(0, device=place)))
     torch.set_rng_state(state) if device.type == "cpu" else torch.cuda.set_rng_state(state)
     n = math.prod(shape)
+    if dtype.itemsize > 2:
+        return (torch.tensor(philox_words(seed, n), dtype=torch.int64) >= round(p * 2**32)).view(shape).to(place)
     words = torch.tensor(philox_words(seed, (n + 1) // 2), dtype=torch.int64)
     halves = torch.stack([words, (words << 16 | words >> 16) & 0xFFFFFFFF], 1).flatten()[:n]
     return (halves >= round(p * 2**32)).view(shape).to(place)
@@ -55,7 +57,7 @@ def expected_mask(shape: tuple[int, ...], p: float, place: str) -> Tensor:
 def test_what_is_dropped_is_what_philox_says_forward_and_backward(p: float, dtype: torch.dtype, place: str) -> None:
     for shape in ((3, 37), (4, 64), (2, 3, 5), (), (1,), (6,)):
         x = torch.randn(shape).to(place, dtype).requires_grad_()
-        kept = expected_mask(shape, p, place)
+        kept = expected_mask(shape, p, place, dtype)
         y = tkjit.dropout(x, p)
         g = torch.randn(shape).to(place, dtype)
         (dx,) = torch.autograd.grad(y, x, g)
@@ -163,7 +165,7 @@ def test_dropout_add_adds_after_dropping(dtype: torch.dtype, place: str) -> None
     x, residual = (torch.randn(6, 24).to(place, dtype).requires_grad_() for _ in range(2))
     row = torch.randn(24).to(place, dtype).requires_grad_()
     for bias, p in ((None, 0.3), (row, 0.3), (row, 0.0), (row, 1.0)):
-        kept = expected_mask((6, 24), p, place) if 0 < p < 1 else torch.full((6, 24), p == 0, device=place)
+        kept = expected_mask((6, 24), p, place, dtype) if 0 < p < 1 else torch.full((6, 24), p == 0, device=place)
         y = tkjit.dropout_add(x, residual, bias, p)
         scale = 1 / (1 - p) if p < 1 else 1.0
         before = x.double() if bias is None else x.double() + bias.double()

@@ -88,7 +88,9 @@ class Text:
         taken = {what for _, what in (*ins, *outs, *made)}
         if drawn := RANDOM_NAMES & {*words_of(body)} - taken:
             if RANDOM_NAMES & taken:
-                raise ValueError("elementwise(): one of random, random_bits and random_halves is a name of the text's own")
+                raise ValueError(
+                    "elementwise(): one of random, random_bits and random_halves is a name of the text's own"
+                )
             if "random_halves" in drawn and len(drawn) > 1:
                 raise ValueError("elementwise(): random_halves goes with neither random nor random_bits")
             ins = (*ins, RANDOM)
@@ -136,7 +138,9 @@ class Text:
         values = [f"[[maybe_unused]] const {value_of(kind)} {name}" for kind, name in self.inputs]
         mark = "_" if self.declares else ""
         values += [f"Out{i}& {name}{mark}" for i, (_, name) in enumerate(self.outputs)]
-        random = "unsigned random_halves = random_bits" if self.shares_words else "float random = tk::below_one(random_bits)"
+        random = (
+            "unsigned random_halves = random_bits" if self.shares_words else "float random = tk::below_one(random_bits)"
+        )
         random = f"        [[maybe_unused]] const {random};\n" if self.is_random else ""
         stores = "".join(f"        {name}_ = {name};\n" for _, name in self.outputs if self.declares)
         source = f"""#include "parts/elementwise.cuh"
@@ -393,7 +397,9 @@ def launch(
     ins = element_types(text.inputs, given, letters)
     if seed is not None:
         consecutive = dims[-1][1][-1] == 1
-        ins.append(f"elementwise::Random<{str(consecutive).lower()}, {str(text.shares_words).lower()}>")
+        # Words take longer than the bytes of two-byte elements, of which a vector is eight; not longer than those of wider ones.
+        shared = text.shares_words and all(letters[letter] in ("float16", "bfloat16") for letter in text.letters)
+        ins.append(f"elementwise::Random<{str(consecutive).lower()}, {str(shared).lower()}>")
     fast = all(spec.itemsize == 2 for spec in outs)
     types = [value_type(letters[letter]) for letter in text.letters]
     kernel = text.template.kernel(

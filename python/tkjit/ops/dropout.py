@@ -106,10 +106,10 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         ValueError: ``p`` is outside [0, 1].
         Exception: What torch raises for a dtype that it has no kernel for either.
 
-    Same as ``F.dropout``. Random numbers come from torch's generator of the device, by Philox 4x32-7, eight of a call. Which
-    elements are dropped depends on a seed from there and on their place in row-major order: not on strides, the GPU or the launch.
-    There is no mask in memory, and the input is not kept: the backward draws the numbers again. Under vmap, and in forward mode, it
-    is torch's own.
+    Same as ``F.dropout``. Random numbers come from torch's generator of the device, by Philox 4x32-7, eight or four of a call.
+    Which elements are dropped depends on a seed from there, on their place in row-major order and on whether they have two bytes:
+    not on strides, the GPU or the launch. There is no mask in memory, and the input is not kept: the backward draws the numbers
+    again. Under vmap, and in forward mode, it is torch's own.
 
     Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", 2014.
     """

@@ -69,8 +69,10 @@ _HELD = {True: {2: 16, 4: 16, 8: 8}, False: {2: 8, 4: 8, 8: 8}}
 def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowConfig | None:
     """How bwd holds a row, by blocks that live on; None if it is longer than a cluster's registers."""
     vec = 16 // size if aligned else 2 if size == 2 else 1
-    # Up to 1024 columns of two bytes four blocks of 128 threads, 0.75 and 0.87 of the copy at 768 and 1024; two of 256 had 0.73
-    # and 0.82. NVIDIA H200, 2026-12-03.
+    # layer_norm of two bytes, of the copy: at 768 columns three blocks of four warps, each with a row, 0.94; four with teams of 64
+    # threads 0.84, which at 1024 have 0.91. NVIDIA H200, 2026-12-03.
+    if size == 2 and aligned and 512 < n <= 768:
+        return RowConfig(vec, 32, 4, 1, 3, 3, 3)
     threads, blocks = (128, 4) if size == 2 and aligned and n <= 1024 else (256, 2)
     for team in (1, 2, 4, 8, 16, 32, 64, 128, 256, THREADS):
         if n <= team * _HELD[aligned][size]:
@@ -85,28 +87,27 @@ def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowC
 
 
 # layer_norm forward, of whole vectors, by the size of the elements: columns, threads a row, blocks of a cluster and blocks a
-# multiprocessor, where others than an rms norm's have more. Of the copy, with weight and bias, at the columns that have a number;
-# in brackets the rate of rows held as an rms norm's, by another timing. NVIDIA H200, 2026-12-03, `benchmarks/run.py layer_norm
-# --device --peer torch --rounds 8`.
+# multiprocessor, where others than an rms norm's have more. Of the copy, with weight and bias, at the columns that have a number.
+# NVIDIA H200, 2026-12-03, `benchmarks/run.py layer_norm --device --peer torch --rounds 8`.
 _LAYER = {
     2: [
-        (768, 32, 1, 4),  # 0.860 [0.78]
-        (1024, 32, 1, 4),  # 0.870 [0.82]
+        (768, 32, 1, 4),  # 0.921
+        (1024, 32, 1, 4),  # 0.926
         (2048, 64, 1, 8),
-        (4096, 128, 1, 4),  # 0.926
-        (8192, 128, 1, 6),  # 0.939 [0.88]
-        (16384, 256, 1, 3),  # 0.916 [0.88]
+        (4096, 128, 1, 4),  # 0.960
+        (8192, 256, 1, 2),  # 0.950; 128 threads, 6 blocks: 0.933
+        (16384, 256, 1, 3),  # 0.928
         (32768, 256, 2, 3),
-        (65536, 256, 4, 3),  # 0.803 [0.70]
+        (65536, 256, 4, 3),  # 0.815
     ],
     4: [
-        (1024, 64, 1, 8),  # 0.930 [0.91]
+        (1024, 64, 1, 8),  # 0.936
         (2048, 128, 1, 6),
-        (4096, 256, 1, 3),  # 0.963 [0.83]
-        (8192, 512, 1, 2),  # 0.970 [0.93]
-        (16384, 512, 1, 1),  # 0.894
+        (4096, 256, 1, 3),  # 0.960
+        (8192, 512, 1, 2),  # 0.962
+        (16384, 512, 1, 1),  # 0.903
         (32768, 256, 4, 3),
-        (65536, 256, 8, 3),  # 0.869 [0.77]
+        (65536, 256, 8, 3),  # 0.863
     ],
 }
 
