@@ -3,9 +3,9 @@
 Device: CUDA events around one call. Before each timed call a buffer larger than the L2 cache is overwritten, so that
 the call finds nothing of its own there, and the device is kept waiting for longer than the host needs to enqueue the
 call, so that no host time falls between the events. The flush leaves dirty lines that the timed call writes back, and
-the call leaves as many for the next flush: it pays for the writes that it owes. What a call writes over is filled again before the
-flush (by its method ``refill``). Peers take turns call by call, each
-round in another order, because the card's power limit drifts within a run.
+the call leaves as many for the next flush: it pays for the writes that it owes. What a call writes over is filled again
+before the flush (by its method ``refill``). Peers take turns call by call, each round in another order, because the
+card's power limit drifts within a run.
 """
 
 import gc

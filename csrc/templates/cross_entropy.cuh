@@ -165,31 +165,13 @@ TK_DEVICE int own_columns(int left)
     return n;
 }
 
-constexpr int kValuesAhead = 8;  // in flight: a block that sums has little else to wait for
-
-// This thread's share of the sum of value(i) over [lo, hi), one in kThreads, in their order.
-template <class A, int kThreads, class F>
-TK_DEVICE A share_of_sum(int64_t lo, int64_t hi, F value)
-{
-    A s = 0;
-    for (int64_t first = lo + threadIdx.x; first < hi; first += kThreads * kValuesAhead) {
-#pragma unroll
-        for (int k = 0; k < kValuesAhead; ++k) {
-            const int64_t i = first + k * kThreads;
-            const A v = value(tk::min(i, hi - 1));  // without a branch, which would wait for it
-            s += i < hi ? v : A(0);
-        }
-    }
-    return s;
-}
-
-// Of the whole block.
+// The sum of value(i) over [lo, hi), by the whole block.
 template <class A, int kThreads, class F>
 TK_DEVICE A sum_by_block(int64_t lo, int64_t hi, F value)
 {
     using G = row::AnyGeometry<kThreads, A, A>;
     row::Reducer<G, row::Sum<A>> reduce{tk::shared<row::Shared<G, typename row::Sum<A>::Value>>()};
-    return reduce({share_of_sum<A, kThreads>(lo, hi, value)}, row::NoReader{}).s;
+    return reduce({row::sum_of_every<A>(lo + threadIdx.x, hi, kThreads, value)}, row::NoReader{}).s;
 }
 
 // ---- rows with unit stride, held in registers ----------------------------------------------------------------------
@@ -231,7 +213,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
         if constexpr (kWhole) {
             Value counted = Op::identity();
             counted.m = 0;
-            counted.s = share_of_sum<A, kTeam>(0, n_rows, [&](int64_t r) {
+            counted.s = row::sum_of_every<A>(threadIdx.x, n_rows, kTeam, [&](int64_t r) {
                 return terms.class_of(get(target + rows.template offset<2>(r))) >= 0 ? A(1) : A(0);
             });
             if (G::kCluster > 1 && G::part() != 0) {

@@ -262,13 +262,16 @@ fwd(T* y,                         // (n_rows, n_cols)
             t[0].v[v].unpack(a);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                s[i % 2] += a[i];  // 0 past the row's end
-                q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
+                if constexpr (kRms) {  // 0 past the row's end
+                    q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
+                } else {
+                    s[i % 2] += a[i];
+                }
             }
         }
         if constexpr (!kRms) {
             of.mean = tk::mul(reduce({s[0] + s[1], Acc(0)}, reader).a, inverse_n);
-            s[0] = s[1] = q[0] = q[1] = Acc(0);
+            s[0] = s[1] = Acc(0);
 #pragma unroll
             for (int v = 0; v < kVecs; ++v) {
                 Acc(&a)[kVec] = d[kUnpacked ? v : 0];
@@ -491,19 +494,7 @@ TK_DEVICE void total_of(P* out, const Acc* partial, int64_t n_partial, int64_t n
     const int64_t col = int64_t(blockIdx.x) * 32 + lane;
     Acc s = 0;
     if (col < n_cols) {
-        constexpr int kAhead = 8;  // loads in flight
-        for (int64_t i = warp; i < n_partial; i += kAhead * warps) {
-            Acc a[kAhead];
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                const int64_t k = i + j * warps;
-                a[j] = k < n_partial ? partial[k * n_cols + col] : Acc(0);
-            }
-#pragma unroll
-            for (int j = 0; j < kAhead; ++j) {
-                s += a[j];
-            }
-        }
+        s = row::sum_of_every<Acc>(warp, n_partial, warps, [&](int64_t i) { return partial[i * n_cols + col]; });
     }
     shared.of[warp][lane] = s;
     tk::sync_block();  // every warp's sum is written

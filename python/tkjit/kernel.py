@@ -634,8 +634,8 @@ def elementwise(
 
     ``random`` is a float in [0, 1) and ``random_bits`` an unsigned, one for each element and the same in the gradient: the words of
     Philox 4x32-7 by the element's place in row-major order, of a seed that the call draws from torch's generator, or that is given
-    behind the arguments as a tensor of one int64. ``random_halves``, instead of these, is enough for one
-    comparison, and costs half as much where all letters have two bytes: there its lower half is the upper one of a neighbour.
+    behind the arguments as a tensor of one int64. ``random_halves``, instead of these, is enough for one comparison, and costs half
+    as much where all letters have two bytes: there its lower half is the upper one of a neighbour.
     """
     parsed = Text.of(text, inputs, outputs, preamble, name)
     if isinstance(grad, str):

@@ -54,4 +54,21 @@ TK_DEVICE void for_cells(const T* x, const T* y, int64_t lo, int64_t hi, int64_t
     }
 }
 
+// The sum of value(i) for i = first, first + step, ... below end, in this order, eight of them in flight: who sums has little
+// else to wait for.
+template <class A, class F>
+TK_DEVICE A sum_of_every(int64_t first, int64_t end, int64_t step, F value)
+{
+    A s = 0;
+    for (; first < end; first += 8 * step) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int64_t i = first + k * step;
+            const A v = value(tk::min(i, end - 1));  // without a branch, which would wait for it
+            s += i < end ? v : A(0);
+        }
+    }
+    return s;
+}
+
 }  // namespace row

@@ -266,14 +266,14 @@ struct Reader {
         }
     }
 
-    // The tile of the block's row number i, known two rows ahead, which would be `dealt` to it. Without a ring few rows come: their
-    // tiles take no registers.
-    TK_DEVICE int64_t tile(int i, int64_t dealt) const
+    // The tile of the block's row number i, known two rows ahead; in_turn: the one that is dealt to it if none is drawn. Without a
+    // ring few rows come: their tiles take no registers.
+    TK_DEVICE int64_t tile(int i, int64_t in_turn) const
     {
         if constexpr (!G::kRing) {
             return G::first_tile() + i * G::tile_step();
         }
-        return G::kDraws && in.counter && i >= 2 ? shared.drawn[i % 4] : dealt;
+        return G::kDraws && in.counter && i >= 2 ? shared.drawn[i % 4] : in_turn;
     }
     TK_DEVICE bool more() const { return tile(row, dealt) < G::tiles(in.n_rows); }
     TK_DEVICE void next()

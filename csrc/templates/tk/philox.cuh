@@ -1,5 +1,5 @@
-// Random numbers by counter: Philox 4x32, of 10 rounds or fewer (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). No state: any
-// number of any sequence at once, and the backward pass gets the forward pass's again.
+// Random numbers by counter: Philox 4x32, of 10 rounds or fewer (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// 2011). No state: any number of any sequence at once, and the backward pass gets the forward pass's again.
 #pragma once
 #include "tk/types.cuh"
 
@@ -35,13 +35,14 @@ TK_DEVICE Quad philox(uint64_t key, Quad counter)
     return one[0];
 }
 
-// Words 4 * quad .. 4 * quad + 3 of a seed's subsequence: of 10 rounds the same bits as curand4 after curand_init(seed, subsequence,
-// 4 * quad), which torch's kernels call with subsequence = the thread's number in the grid and with an offset, counted in
-// words, that is a multiple of 4; and as at::philox_engine(seed, subsequence, quad).
+// Words 4 * quad .. 4 * quad + 3 of a seed's subsequence: of 10 rounds the same bits as curand4 after curand_init(seed,
+// subsequence, 4 * quad), which torch's kernels call with subsequence = the thread's number in the grid and with an offset,
+// counted in words, that is a multiple of 4; and as at::philox_engine(seed, subsequence, quad).
 template <int kRounds = 10>
 TK_DEVICE Quad philox(uint64_t seed, uint64_t subsequence, uint64_t quad)
 {
-    return philox<kRounds>(seed, Quad{{uint32_t(quad), uint32_t(quad >> 32), uint32_t(subsequence), uint32_t(subsequence >> 32)}});
+    const Quad counter{{uint32_t(quad), uint32_t(quad >> 32), uint32_t(subsequence), uint32_t(subsequence >> 32)}};
+    return philox<kRounds>(seed, counter);
 }
 
 // A word as a float in (0, 1], as curand_uniform has it: word * 2^-32 + 2^-33, rounded.

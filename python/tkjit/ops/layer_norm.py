@@ -88,7 +88,7 @@ def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowC
 
 # layer_norm forward, of whole vectors, by the size of the elements: columns, threads a row, blocks of a cluster and blocks a
 # multiprocessor, where others than an rms norm's have more. Of the copy, with weight and bias, at the columns that have a number.
-# NVIDIA H200, 2026-12-03, `benchmarks/run.py layer_norm --device --peer torch --rounds 8`.
+# NVIDIA H200, 2026-12-03, `benchmarks/run.py layer_norm --device --peer torch --peer liger --rounds 8`.
 _LAYER = {
     2: [
         (768, 32, 1, 4),  # 0.921
