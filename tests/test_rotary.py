@@ -603,8 +603,8 @@ def test_every_choice_of_heads_tiles_and_vectors_gives_the_same_bits(
             given = (*tables(place, 11, part), None, interleaved, k)
             want = None
             for more in (
-                {"heads": 1, "tile": 1}, {"heads": 2, "tile": 2}, {"heads": 4, "tile": 8}, {"heads": 4, "tile": 1, "tables": False},
-                {"heads": 2, "tile": 4, "vec": 1, "tables": False},
+                {"heads": 1, "tile": 1}, {"heads": 2, "tile": 2}, {"heads": 4, "tile": 8}, {"heads": 8, "tile": 2},
+                {"heads": 4, "tile": 1, "tables": False}, {"heads": 2, "tile": 4, "vec": 1, "tables": False},
             ):  # fmt: skip
                 chosen = lambda *args, more=more: dataclasses.replace(pick(*args), **more)  # noqa: E731
                 monkeypatch.setattr(rotary.Config, "pick", chosen)
@@ -617,7 +617,7 @@ def test_every_choice_of_heads_tiles_and_vectors_gives_the_same_bits(
     tkjit.cache.clear_plans()
 
 
-def test_large_calls_read_each_row_of_the_tables_for_four_heads() -> None:
+def test_large_calls_read_each_row_of_the_tables_for_several_heads() -> None:
     device = rotary.Device.of_arch("sm_90a")
 
     def chosen(shape: tuple, seq_dim: int, dtype: str = "bfloat16", part: int = 128, interleaved: bool = False):
@@ -625,12 +625,13 @@ def test_large_calls_read_each_row_of_the_tables_for_four_heads() -> None:
         a = rotary.Args(x, None, t, t, None, None, None, interleaved, seq_dim, None, False)
         return rotary.Config.pick(a, part, [(x, rotary._like(x))], device)
 
-    assert chosen((8, 32, 4096, 128), -2) == rotary.Config(vec=8, tables=True, heads=4, tile=8)
-    assert chosen((8, 4096, 32, 128), -3) == rotary.Config(vec=8, tables=True, heads=4, tile=1)
-    assert chosen((8, 4096, 32, 128), -3, "float32") == rotary.Config(vec=4, tables=True, heads=4, tile=1)
-    assert chosen((8, 4096, 32, 80), -3, part=20) == rotary.Config(vec=2, tables=True, heads=4, tile=1)
+    assert chosen((8, 32, 4096, 128), -2) == rotary.Config(vec=8, tables=True, heads=4, tile=4)
+    assert chosen((8, 4096, 32, 128), -3) == rotary.Config(vec=8, tables=True, heads=4, tile=4)
+    assert chosen((8, 4096, 32, 128), -3, "float32") == rotary.Config(vec=4, tables=True, heads=4, tile=4)
+    assert chosen((8, 4096, 32, 80), -3, part=20) == rotary.Config(vec=2, tables=True, heads=4, tile=4)
     assert chosen((8, 4096, 32, 80), -3, part=24, interleaved=True).vec == 8
-    assert chosen((64, 1, 32, 128), -3).heads == 1 and chosen((8, 1, 4096, 128), -2) == rotary.Config(8, True, 1, 8)
+    assert chosen((8, 4096, 32, 128), -3, interleaved=True).heads == 8
+    assert chosen((64, 1, 32, 128), -3).heads == 1 and chosen((8, 1, 4096, 128), -2) == rotary.Config(8, True, 1, 4)
 
 
 def _dense(shape: tuple) -> tuple:

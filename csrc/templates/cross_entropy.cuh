@@ -149,21 +149,12 @@ struct Factors {
         const A k_y = g * (A(1) - terms.smoothing) * terms.weight_of(y);
         const A k_all = kSmooth ? g * terms.smoothing / A(terms.n_classes) : A(0);
         const A z = terms.z != A(0) ? g * A(2) * terms.z * lse : A(0);
+        if (terms.n_classes == 1) {  // its probability is 1 whatever its logit: what cancels is left out
+            return {z + g_lse, A(0), A(0), false};
+        }
         return {k_y + (kSmooth ? k_all * sum_w : A(0)) + z + g_lse, k_y, k_all, false};
     }
 };
-
-// How many of a row's last `left` columns are among the thread's, which begin with the first of them.
-template <class G>
-TK_DEVICE int own_columns(int left)
-{
-    int n = 0;
-#pragma unroll
-    for (int v = 0; v < G::kVecs; ++v) {
-        n += tk::max(0, tk::min(G::kVec, left - v * G::kStep));
-    }
-    return n;
-}
 
 // The sum of value(i) over [lo, hi), by the whole block.
 template <class A, int kThreads, class F>
@@ -269,7 +260,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
         mine.s = s[0] + s[1];
         if constexpr (kSmooth) {
             mine.d = d;
-            mine.w = A(own_columns<G>(left));
+            mine.w = A(row::own_columns<G>(left));
         }
         const Value all = reduce(mine, reader);
 

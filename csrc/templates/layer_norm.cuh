@@ -8,8 +8,9 @@
 //
 // w = weight, or weight + 1, a zero-centred one; 1 and 0 without weight and bias.
 //
-// The mean is taken in two steps: mean, rounded, then rest, the mean of h - mean. So neither the variance nor h - mean loses
-// digits when all of a row lies far from 0. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows).
+// A row's mean is kept in two numbers: mean, rounded, and rest, the mean of h - mean. So neither the variance nor h - mean loses
+// digits when all of a row lies far from 0. A row's statistics are rstd, and but for kRms mean and rest: (3 or 1, n_rows). fwd
+// finds them in one reduction: each thread takes its elements relative to one of them.
 //
 // Bytes: fwd reads x (and residual) and writes y (and h) once. bwd reads dy and x (and dh) and writes dx once; the sums over
 // rows are kept in registers, a block's rows in their order, and go through (blocks, n_cols) partial sums that `total` adds in
@@ -71,25 +72,37 @@ TK_DEVICE void parameters(const P* p, int64_t col, int64_t n_cols, Acc (&out)[kV
     counted<kCounts>(a, out);
 }
 
-// A parameter in a thread's columns: kept, or read with each row from the caches.
-template <class G, int kCounts, bool kHold, class P>
+// Where a thread has the parameters of its columns: with each row from the caches, in registers, or in a place of its own in the
+// block's shared memory, whose blocks take row after row of whole vectors.
+enum Hold { kReload, kRegisters, kShared };
+
+// kUnpack: there are the registers to keep it as what it is calculated with.
+template <class G, int kCounts, int kHold, bool kUnpack, class P>
 struct Along {
-    static constexpr bool kHeld = kHold && kCounts != kAbsent;
+    static constexpr bool kHeld = kCounts != kAbsent && kHold == kRegisters;
+    static constexpr bool kStaged = kCounts != kAbsent && kHold == kShared;
     using Acc = typename row::Tile<G>::Acc;
     using Vec = tk::Vec<P, G::kVec>;
     const P* p;
     Vec kept[kHeld ? G::kVecs : 1];
+    Vec* place = nullptr;  // of the thread's first vector in shared memory; the others are kThreads behind each other
 
-    TK_DEVICE Along(const P* p, int n_cols) : p(p)
+    // room: of the block's shared memory; what is taken is taken from it.
+    TK_DEVICE Along(const P* p, int n_cols, char*& room) : p(p)
     {
-        if constexpr (kHeld) {
+        if constexpr (kStaged) {
+            place = reinterpret_cast<Vec*>(room) + threadIdx.x;
+            room += G::kVecs * G::kThreads * sizeof(Vec);
+        }
+        if constexpr (kHeld || kStaged) {
 #pragma unroll
             for (int v = 0; v < G::kVecs; ++v) {
                 const int col = G::first_col() + v * G::kStep;
-                kept[v] = Vec::filled(typename Vec::Acc(0));
+                Vec vec = Vec::filled(typename Vec::Acc(0));
                 if (col < n_cols) {
-                    kept[v].raw = tk::load_global<Vec::kBytes>(p + col);
+                    vec.raw = tk::load_global<Vec::kBytes>(p + col);
                 }
+                (kStaged ? place[v * G::kThreads] : kept[kHeld ? v : 0]) = vec;
             }
         }
     }
@@ -99,9 +112,13 @@ struct Along {
     {
         if constexpr (kCounts == kAbsent) {
             return;
-        } else if constexpr (kHeld) {
+        } else if constexpr (kHeld || kStaged) {
             typename Vec::Acc a[G::kVec];
-            kept[v].again().unpack(a);
+            if constexpr (kStaged) {
+                Vec{tk::load_shared<Vec::kBytes>(place + v * G::kThreads)}.unpack(a);
+            } else {
+                (kUnpack ? kept[v] : kept[v].again()).unpack(a);
+            }
             counted<kCounts>(a, out);
         } else {
             parameters<kCounts, G::kAligned>(p, G::first_col() + v * G::kStep, n_cols, out);
@@ -129,6 +146,54 @@ TK_DEVICE constexpr bool has_room(int bytes)
     return bytes / 4 + 48 <= (kAll < 255 ? kAll : 255);
 }
 
+// How numbers spread: n of them have the mean shift + mean, and m2 is the sum of their squared distances from it. The shift is one
+// of them, so nothing here loses digits where all lie far from 0.
+template <class Acc>
+struct Moments {
+    struct alignas(4 * sizeof(Acc)) Value { Acc n, shift, mean, m2; };
+
+    TK_DEVICE static Value combine(Value a, Value b)
+    {
+        const Acc n = a.n + b.n, share = n > Acc(0) ? b.n / n : Acc(0);
+        const Acc d = (b.shift - a.shift) + (b.mean - a.mean);
+        return {n, a.shift, tk::fma(d, share, a.mean), tk::fma(tk::mul(d, a.n), tk::mul(d, share), a.m2 + b.m2)};
+    }
+    template <int kWidth>
+    TK_DEVICE static Value lanes(Value v)
+    {
+        const Acc n = row::Sum<Acc>::template lanes<kWidth>({v.n}).s;
+        return lanes<kWidth>(v, n, Acc(1) / n);
+    }
+    // Where it is known how many all lanes' are.
+    template <int kWidth>
+    TK_DEVICE static Value lanes(Value v, Acc n, Acc inverse_n)
+    {
+        using Sum = row::Sum<Acc>;
+        const Acc shift = tk::shuffle<kWidth>(v.shift, 0), own = (v.shift - shift) + v.mean;
+        const Acc mean = tk::mul(Sum::template lanes<kWidth>({tk::mul(v.n, own)}).s, inverse_n), d = own - mean;
+        return {n, shift, mean, Sum::template lanes<kWidth>({tk::fma(tk::mul(v.n, d), d, v.m2)}).s};
+    }
+};
+
+// A thread's shift: of some of its elements, of which `left` are in the row, that which is nearest 0, so that it is none that
+// stands out, from which others would be far.
+template <class G>
+TK_DEVICE typename row::Tile<G>::Acc shift_of(const row::Tile<G>& t, int left)
+{
+    using Acc = typename row::Tile<G>::Acc;
+    Acc a[G::kVec], shift;
+    t.v[0].unpack(a);
+    shift = a[0];
+    auto consider = [&](Acc b, int at) { shift = at < left && tk::abs(b) < tk::abs(shift) ? b : shift; };
+    consider(a[G::kVec - 1], G::kVec - 1);
+    if constexpr (G::kVecs > 1) {
+        t.v[1].unpack(a);
+        consider(a[0], G::kStep);
+        consider(a[G::kVec - 1], G::kStep + G::kVec - 1);
+    }
+    return shift;
+}
+
 template <class Acc>
 constexpr Acc kSmall = Acc(1) / (1ull << 40) / (1ull << 40);
 
@@ -149,6 +214,14 @@ struct Stats {
     TK_DEVICE static Stats of(const Acc* from, int64_t r, int64_t n_rows)
     {
         return {from[r], kRms ? Acc(0) : from[n_rows + r], kRms ? Acc(0) : from[2 * n_rows + r]};
+    }
+    // False where squares overflow, or there is a NaN.
+    TK_DEVICE bool finish(const typename Moments<Acc>::Value& all, Acc inverse_n, Acc eps)
+    {
+        mean = all.shift + all.mean;
+        rest = (all.shift - mean) + all.mean;  // what rounding took
+        rstd = tk::inverse_sqrt((all.m2 < Acc(0) ? Acc(0) : tk::mul(all.m2, inverse_n)) + eps);
+        return all.m2 < tk::limits<Acc>::inf();
     }
     // Of the sums s of h - mean and q of their squares. False where these overflow.
     template <bool kRms>
@@ -193,11 +266,10 @@ TK_DEVICE Stats<Acc> of_huge(int64_t n, Acc eps, At small)
 
 // ---- rows held in registers ----------------------------------------------------------------------------------------
 //
-// Template: row::Geometry's numbers; kDims outer dims; kHold: parameters are kept in registers, for blocks that take row after row
-// of whole vectors. Launch: blocks of kTeam * kTeams threads, a grid of any multiple of kCluster. extents, stages, slot_bytes,
-// counter: see row::Input.
+// Template: row::Geometry's numbers; kDims outer dims; kHold, a Hold: of the parameters. Launch: blocks of kTeam * kTeams threads, a
+// grid of any multiple of kCluster. extents, stages, slot_bytes, counter: see row::Input.
 
-template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, bool kHold, int kTeam, int kTeams,
+template <class T, class W, int kWeight, class B, bool kBias, bool kRms, bool kAdd, int kHold, int kTeam, int kTeams,
           int kCluster, int kVecs, int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 fwd(T* y,                         // (n_rows, n_cols)
@@ -212,7 +284,7 @@ fwd(T* y,                         // (n_rows, n_cols)
 {
     using G = row::Geometry<T, T, kAdd ? 2 : 1, kTeam, kTeams, kCluster, kVecs, kChunkVecs, kRing, kVec>;
     using Acc = tk::accumulator_t<T>;
-    using Op = layer_norm::Op<T, kRms>;
+    using Op = typename tk::select<kRms, row::Sum<Acc>, Moments<Acc>>::type;
     constexpr int kTensors = kAdd ? 3 : 2;
 
     auto& shared = tk::shared<row::Shared<G, typename Op::Value>>();
@@ -224,12 +296,18 @@ fwd(T* y,                         // (n_rows, n_cols)
     row::Reader<G, kDims, kTensors, typename Op::Value> reader{shared, in, rows};
     row::Reducer<G, Op> reduce{shared};
     reader.begin();
-    const Along<G, kWeight, kHold, W> along_w{weight, n_cols};
-    const Along<G, kBias ? kPlain : kAbsent, kHold, B> along_b{bias, n_cols};
     const Acc inverse_n = Acc(1) / Acc(n_cols);
-    constexpr int kParameters = kHold ? (kWeight != kAbsent ? sizeof(W) : 0) + (kBias ? sizeof(B) : 0) : 0;
-    constexpr bool kUnpacked =
-        sizeof(T) > 2 ? kVecs * kVec <= 32 : has_room<G, kResident>(kVecs * kVec * (kParameters + int(sizeof(Acc))));
+    // How many elements are the thread's, and how many its warp's of the row.
+    const int left = n_cols - G::first_col(), of_warp = tk::min(n_cols - G::warp_col(), G::kLanes * kVecs * kVec);
+    const Acc own = Acc(row::own_columns<G>(left)), inverse_own = own > Acc(0) ? Acc(1) / own : Acc(0);
+    const Acc shared_n = of_warp > 0 ? Acc(of_warp) : Acc(0), inverse_shared = of_warp > 0 ? Acc(1) / shared_n : Acc(0);
+    constexpr int kN = kVecs * kVec, kParameters = kHold == kRegisters ? (kWeight != kAbsent) + kBias : 0;
+    constexpr int kPacked = kHold == kRegisters ? (kWeight != kAbsent ? sizeof(W) : 0) + (kBias ? sizeof(B) : 0) : 0;
+    constexpr bool kUnpacked = sizeof(T) > 2 || has_room<G, kResident>(kN * (kPacked + int(sizeof(Acc))));
+    constexpr bool kUnpack = kUnpacked && has_room<G, kResident>(kN * (kParameters + 1) * int(sizeof(Acc)));
+    char* room = reader.room();
+    const Along<G, kWeight, kHold, kUnpack, W> along_w{weight, n_cols, room};
+    const Along<G, kBias ? kPlain : kAbsent, kHold, kUnpack, B> along_b{bias, n_cols, room};
     for (; reader.more(); reader.next()) {
         row::Tile<G> t[G::kStreams];
         reader.load(t, Acc(0));
@@ -252,45 +330,45 @@ fwd(T* y,                         // (n_rows, n_cols)
             out.write([&](int v) { return t[0].v[v]; });
         }
 
-        // The row unpacked, and then h - mean; where a thread lacks the registers, unpacked again instead.
+        // h - shift, and 0 past the row's end; of an rms norm h. Where a thread lacks the registers, found again instead.
         Acc d[kUnpacked ? kVecs : 1][kVec];
-        Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
+        const Acc shift = kRms ? Acc(0) : shift_of<G>(t[0], left);
+        auto shifted = [&](int v, const tk::Vec<T, kVec>& from, Acc (&a)[kVec]) {
+            from.unpack(a);
+            if constexpr (!kRms) {
+#pragma unroll
+                for (int i = 0; i < kVec; ++i) {  // whole vectors lie within the row or outside
+                    a[i] -= v * G::kStep + (G::kAligned ? 0 : i) < left ? shift : Acc(0);
+                }
+            }
+        };
         Acc s[2] = {}, q[2] = {};
 #pragma unroll
         for (int v = 0; v < kVecs; ++v) {
             Acc(&a)[kVec] = d[kUnpacked ? v : 0];
-            t[0].v[v].unpack(a);
+            shifted(v, t[0].v[v], a);
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                if constexpr (kRms) {  // 0 past the row's end
-                    q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
-                } else {
+                if constexpr (kUnpacked) {
+                    tk::keep(a[i]);
+                }
+                if constexpr (!kRms) {
                     s[i % 2] += a[i];
                 }
+                q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
             }
         }
-        if constexpr (!kRms) {
-            of.mean = tk::mul(reduce({s[0] + s[1], Acc(0)}, reader).a, inverse_n);
-            s[0] = s[1] = Acc(0);
-#pragma unroll
-            for (int v = 0; v < kVecs; ++v) {
-                Acc(&a)[kVec] = d[kUnpacked ? v : 0];
-                const int left = cols - G::first_col() - v * G::kStep;
-                if (!kUnpacked) {
-                    t[0].v[v].again().unpack(a);
-                }
-                if (!G::kAligned || left > 0) {  // past the row's end 0 - mean would count
-#pragma unroll
-                    for (int i = 0; i < kVec; ++i) {
-                        a[i] = G::kAligned || i < left ? a[i] - of.mean : Acc(0);
-                        s[i % 2] += a[i];
-                        q[i % 2] = tk::fma(a[i], a[i], q[i % 2]);
-                    }
-                }
-            }
+        Stats<Acc> of{Acc(0), Acc(0), Acc(0)};
+        bool huge;
+        if constexpr (kRms) {
+            huge = !of.template finish<true>(Acc(0), reduce({q[0] + q[1]}, reader).s, inverse_n, eps);
+        } else {
+            const Acc sum = s[0] + s[1], mean = tk::mul(sum, inverse_own);
+            const typename Op::Value mine{own, shift, mean, tk::fma(-mean, sum, q[0] + q[1])};
+            const auto all = reduce.across(Op::template lanes<G::kLanes>(mine, shared_n, inverse_shared), reader);
+            huge = !of.finish(all, inverse_n, eps);
         }
-        const auto all = reduced<T, kRms>(reduce, s[0] + s[1], q[0] + q[1], reader);
-        const bool huge = !of.template finish<kRms>(all.a, all.b, inverse_n, eps) && !tk::is_same<T, tk::f16>::value;
+        huge = huge && !tk::is_same<T, tk::f16>::value;
         if (huge) {
             auto element = [&](int64_t c) {
                 Acc a = tk::to_acc(x[rows.template offset<1>(r) + c]);
@@ -316,17 +394,19 @@ fwd(T* y,                         // (n_rows, n_cols)
         if (stats && cols && G::rank() == 0 && G::part() == 0) {
             of.template save<kRms>(stats, r, n_rows);
         }
+        const Acc to_normal = kRms ? Acc(0) : tk::mul((shift - of.mean) - of.rest, of.rstd);
         const row::Writer<G> out{y + at, huge ? 0 : cols};
         out.write([&](int v) {
-            Acc w[kVec], b[kVec], a[kVec];
+            Acc w[kVec], b[kVec];
             along_w.get(v, cols, w);
             along_b.get(v, cols, b);
+            Acc(&a)[kVec] = d[kUnpacked ? v : 0];
             if constexpr (!kUnpacked) {
-                t[0].v[v].template again<1>().unpack(d[0]);
+                shifted(v, t[0].v[v].again(), a);
             }
 #pragma unroll
             for (int i = 0; i < kVec; ++i) {
-                a[i] = of.normal(kUnpacked ? d[kUnpacked ? v : 0][i] : d[0][i] - of.mean);
+                a[i] = kRms ? tk::mul(a[i], of.rstd) : tk::fma(a[i], of.rstd, to_normal);
                 a[i] = affine<(kWeight != kAbsent), kBias>(a[i], w[i], b[i]);
             }
             return tk::Vec<T, kVec>::pack(a);
@@ -371,7 +451,7 @@ TK_DEVICE void save_sums(Acc (&sum)[G::kVecs][G::kVec], Acc* partial, int n_cols
 }
 
 // Rows are dealt out in turn, never drawn by the counter: so a block's sums are of the same rows every time.
-template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, bool kHold, int kTeam, int kTeams,
+template <class T, class W, int kWeight, bool kRms, bool kDw, bool kDb, int kHold, int kTeam, int kTeams,
           int kCluster, int kVecs, int kChunkVecs, bool kRing, int kVec, int kResident, int kDims>
 __global__ void __launch_bounds__(kTeam * kTeams, kResident)
 bwd(T* dx,                               // (n_rows, n_cols)
@@ -395,11 +475,14 @@ bwd(T* dx,                               // (n_rows, n_cols)
     row::Reducer<G, Op> reduce{shared};
     Acc dw[kVecs][kVec] = {}, db[kVecs][kVec] = {};
     reader.begin();
-    const Along<G, kWeight, kHold, W> along_w{weight, n_cols};
     const Acc inverse_n = Acc(1) / Acc(n_cols);
-    constexpr int kParameters = kHold && kWeight != kAbsent ? sizeof(W) : 0;
+    constexpr int kN = kVecs * kVec, kKept = 2 + kDw + kDb;
+    constexpr bool kHeld = kHold == kRegisters && kWeight != kAbsent;
     constexpr bool kUnpacked =
-        sizeof(T) > 2 || has_room<G, kResident>(kVecs * kVec * (kParameters + (2 + kDw + kDb) * int(sizeof(Acc))));
+        sizeof(T) > 2 || has_room<G, kResident>(kN * ((kHeld ? int(sizeof(W)) : 0) + kKept * int(sizeof(Acc))));
+    constexpr bool kUnpack = kUnpacked && has_room<G, kResident>(kN * (kHeld + kKept) * int(sizeof(Acc)));
+    char* room = reader.room();
+    const Along<G, kWeight, kHold, kUnpack, W> along_w{weight, n_cols, room};
     for (; reader.more(); reader.next()) {
         const int64_t r = reader.current();
         const int cols = r < n_rows ? n_cols : 0;
@@ -429,12 +512,19 @@ bwd(T* dx,                               // (n_rows, n_cols)
                     db[v][i] += a[i];
                 }
                 a[i] = affine<(kWeight != kAbsent), false>(a[i], w[i], Acc(0));
-                s[i % 2] += a[i];
+                if constexpr (kUnpacked) {
+                    tk::keep(a[i]);
+                    tk::keep(b[i]);
+                }
+                if constexpr (!kRms) {
+                    s[i % 2] += a[i];
+                }
                 p[i % 2] = tk::fma(a[i], b[i], p[i % 2]);
             }
         }
         const auto all = reduced<T, kRms>(reduce, s[0] + s[1], p[0] + p[1], reader);
         const Acc mean_g = kRms ? Acc(0) : tk::mul(all.a, inverse_n), mean_p = tk::mul(all.b, inverse_n);
+        const Acc by_p = -tk::mul(mean_p, of.rstd), less_g = -tk::mul(mean_g, of.rstd);
 
         const int64_t at = cols ? rows.template offset<0>(r) : 0;
         const row::Writer<G> out{dx + at, cols};
@@ -453,7 +543,7 @@ bwd(T* dx,                               // (n_rows, n_cols)
                     a[i] = affine<(kWeight != kAbsent), false>(a[i], w[i], Acc(0));
                     b[i] = of.normal(b[i] - of.mean);
                 }
-                a[i] = tk::mul(of.rstd, tk::fma(b[i], -mean_p, kRms ? a[i] : a[i] - mean_g));
+                a[i] = tk::fma(a[i], of.rstd, kRms ? tk::mul(b[i], by_p) : tk::fma(b[i], by_p, less_g));
             }
             if (dh) {
                 const int col = G::first_col() + v * G::kStep;

@@ -26,7 +26,7 @@ template <class T>
 struct Side {
     const T* x;         // (n_batch, n_heads, n_tokens, n_vecs)
     T* y;               // the same
-    int64_t x_stride[4];  // elements; the last between vectors
+    int64_t x_stride[4];  // elements; the last between vectors, kVec if that is more than 1
     int64_t y_stride[4];
     int64_t n_heads;
     int64_t n_groups;  // of kHeads heads
@@ -37,6 +37,13 @@ template <class C>
 struct Table {
     const C* p;         // (n_batch, n_rows, n_turned / 2)
     int64_t stride[3];  // elements
+};
+
+// n / d for n < 2^31 and a d that the host knows: n * by >> shift.
+struct Divider {
+    int64_t by, shift;
+
+    TK_DEVICE uint32_t operator()(uint32_t n) const { return uint32_t(uint64_t(n) * uint32_t(by) >> int(shift)); }
 };
 
 // A list of positions or their like: int64_t, or int32_t.
@@ -66,6 +73,7 @@ struct Arguments {
     int64_t n_turned_vecs;  // vectors of a head that turn
     int64_t n_vecs;         // vectors of a head
     int64_t n_turning, n_copying;  // threads of a head's vectors, two vectors each
+    Divider columns, groups, tiles;  // by the threads of a token, the groups of heads, chunk_tiles
     double sign;
 };
 
@@ -129,54 +137,50 @@ TK_DEVICE void read(const Table<C>& table, int64_t batch, int64_t row, int64_t c
 
 // A thread's two vectors are column and column + n_turning of those that turn, so that neighbours read what lies side by side.
 template <class T, class C, bool kInterleaved, int kVec, bool kTables, int kHeads>
-__global__ void __launch_bounds__(kThreads, 5) turn(const __grid_constant__ Arguments<T, C> a)
+__global__ void __launch_bounds__(kThreads, kHeads > 4 ? 3 : 6) turn(const __grid_constant__ Arguments<T, C> a)
 {
     using Acc = tk::accumulator_t<T>;
     using Vec = tk::Vec<T, kVec>;
     static_assert(kVec > 1 || !kTables);
 
     // Fastest first: vectors of a token, tokens of a tile, groups of heads, tiles, batch.
-    uint32_t i = blockIdx.x * kThreads + threadIdx.x;
-    const uint32_t columns = uint32_t(a.n_turning + a.n_copying);
-    const uint32_t groups = uint32_t(a.side[0].n_groups + a.side[1].n_groups);
-    const int64_t column = i % columns;
-    i /= columns;
-    const int64_t within = i & ((1u << a.tile) - 1);
-    i >>= a.tile;
-    const int64_t group = i % groups;
-    i /= groups;
-    const int64_t tile = blockIdx.y * a.chunk_tiles + i % uint32_t(a.chunk_tiles);
-    const uint32_t entry = i / uint32_t(a.chunk_tiles);
+    const uint32_t i = blockIdx.x * kThreads + threadIdx.x, in_tile = a.columns(i), of_group = in_tile >> int(a.tile);
+    const uint32_t of_tile = a.groups(of_group), entry = a.tiles(of_tile);
+    const int column = int(i - in_tile * uint32_t(a.n_turning + a.n_copying));
+    const int group = int(of_group - of_tile * uint32_t(a.side[0].n_groups + a.side[1].n_groups));
+    const int64_t tile = blockIdx.y * a.chunk_tiles + (of_tile - entry * uint32_t(a.chunk_tiles));
+    const int64_t token = (tile << a.tile) + (in_tile & ((1u << a.tile) - 1));
     const int64_t batch = blockIdx.z * a.chunk_batch + entry;
-    const int64_t token = (tile << a.tile) + within;
     if (token >= a.n_tokens || batch >= a.n_batch || entry >= a.chunk_batch) {
         return;
     }
 
-    bool turns = column < a.n_turning;
-    int64_t first = turns ? column : a.n_turned_vecs + column - a.n_turning;
-    int64_t second = first + (turns ? a.n_turning : a.n_copying);
-    const bool both = second < (turns ? a.n_turned_vecs : a.n_vecs);
+    bool turns = column < int(a.n_turning);
+    int first = turns ? column : int(a.n_turned_vecs) + column - int(a.n_turning);
+    int second = first + int(turns ? a.n_turning : a.n_copying);
+    const bool both = second < int(turns ? a.n_turned_vecs : a.n_vecs);
     if (kInterleaved && kVec == 1 && turns) {
         first = 2 * column;
         second = first + 1;
     }
 
-    const int which = group >= a.side[0].n_groups;
+    const int which = group >= int(a.side[0].n_groups);
     const Side<T>& side = a.side[which];
-    const int64_t head = (group - (which ? a.side[0].n_groups : 0)) * kHeads;
-    const T* x = side.x + batch * side.x_stride[0] + head * side.x_stride[1] + token * side.x_stride[2];
-    T* y = side.y + batch * side.y_stride[0] + head * side.y_stride[1] + token * side.y_stride[2];
+    const int64_t head = int64_t(group - (which ? int(a.side[0].n_groups) : 0)) * kHeads;
+    const int heads = int(tk::min<int64_t>(side.n_heads - head, kHeads));  // of this thread
+    const int64_t x_step = kVec > 1 ? kVec : side.x_stride[3], y_step = kVec > 1 ? kVec : side.y_stride[3];
+    const T* x = side.x + batch * side.x_stride[0] + head * side.x_stride[1] + token * side.x_stride[2] + first * x_step;
+    T* y = side.y + batch * side.y_stride[0] + head * side.y_stride[1] + token * side.y_stride[2] + first * y_step;
 
     // The loads of x first: what follows takes as long as they do.
     Vec v[kHeads][2];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-        if (head + h < side.n_heads) {
+        if (h < heads) {
             const T* p = x + h * side.x_stride[1];
-            v[h][0].raw = tk::load_global<Vec::kBytes>(p + first * side.x_stride[3]);
+            v[h][0].raw = tk::load_global<Vec::kBytes>(p);
             if (both) {
-                v[h][1].raw = tk::load_global<Vec::kBytes>(p + second * side.x_stride[3]);
+                v[h][1].raw = tk::load_global<Vec::kBytes>(p + (second - first) * x_step);
             }
         }
     }
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 5) turn(const __grid_constant__ Argu
 
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-        if (head + h < side.n_heads) {
+        if (h < heads) {
             if (turns) {
                 Acc p[2][kVec], q[2][kVec];
                 v[h][0].unpack(p[0]);
@@ -228,9 +232,9 @@ __global__ void __launch_bounds__(kThreads, 5) turn(const __grid_constant__ Argu
                 v[h][1] = Vec::pack(q[1]);
             }
             T* to = y + h * side.y_stride[1];
-            tk::store_global<Vec::kBytes>(to + first * side.y_stride[3], v[h][0].raw);
+            tk::store_global<Vec::kBytes>(to, v[h][0].raw);
             if (both) {
-                tk::store_global<Vec::kBytes>(to + second * side.y_stride[3], v[h][1].raw);
+                tk::store_global<Vec::kBytes>(to + (second - first) * y_step, v[h][1].raw);
             }
         }
     }

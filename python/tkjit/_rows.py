@@ -220,6 +220,7 @@ class RowConfig:
     vecs: int
     chunk_vecs: int
     blocks_per_sm: int = 0
+    direct: bool = False  # rows are loaded without a ring, however many
 
     @classmethod
     def pick(
@@ -296,13 +297,25 @@ class RingConfig:
 
     @classmethod
     def pick(
-        cls, cfg: RowConfig, layout: Layout, streams: int, device: Device, aligned: bool, dealt: bool = False
+        cls,
+        cfg: RowConfig,
+        layout: Layout,
+        streams: int,
+        device: Device,
+        aligned: bool,
+        dealt: bool = False,
+        spared: int = 0,
     ) -> RingConfig | None:
-        """None where rows are better loaded directly. ``dealt``: rows are dealt out in turn, never drawn."""
+        """None where rows are better loaded directly.
+
+        Args:
+            dealt: Rows are dealt out in turn, never drawn.
+            spared: Bytes of each block's shared memory that are not for its ring.
+        """
         size = layout.tensors[1].itemsize
         # Bulk copies begin with sm_90; a double's exp costs more than its bytes; a small tensor is over before a ring is
         # full.
-        if not device.bulk_copy or size == 8 or layout.nbytes < RING_BYTES:
+        if cfg.direct or not device.bulk_copy or size == 8 or layout.nbytes < RING_BYTES:
             return None
         if cfg.team < 32:
             pitch = ceil_div(layout.n * size + (0 if aligned else 16), 16) * 16
@@ -316,7 +329,8 @@ class RingConfig:
         blocks = cfg.live_blocks(device)
         # All but 16 KB of the shared memory, which the blocks' own slots and barriers need; a drawn row is known one row
         # ahead, so a ring holds a row at most. Of rows that are dealt out it holds two (not measured).
-        stages = (device.smem_sm - (16 << 10)) // (cfg.blocks_per_sm * cfg.threads // 32 * slot * streams)
+        room = (device.smem_sm - (16 << 10)) // cfg.blocks_per_sm - spared
+        stages = room // (cfg.threads // 32 * slot * streams)
         if stages < 1:
             return None
         if dealt:
@@ -366,6 +380,7 @@ class RowKernel:
         spare_extents: int = 0,
         blocks: int = 0,
         rows: Layout | None = None,
+        spared: int = 0,
     ) -> Launch:
         """One launch over the rows of ``layout``: its output first, then what is streamed.
 
@@ -376,11 +391,12 @@ class RowKernel:
             spare_extents: Of inputs that the kernel has room for and this call lacks.
             blocks: That live at once and take row after row, where there is no ring to say it.
             rows: The same rows with the tensors besides that have a value for each of them.
+            spared: See RingConfig.pick.
         """
         c, ring = self.cfg, self.ring
         _, fields = rows_struct((rows or layout).rows, len((rows or layout).tensors))
         streams = len(layout.tensors) - 1
-        smem = shared_bytes(c.threads, value_bytes, c.cluster, ring is not None)
+        smem = shared_bytes(c.threads, value_bytes, c.cluster, ring is not None) + spared
         tiles = ceil_div(layout.n_rows, c.teams)
         if ring is not None:
             smem += c.threads // 32 * ring.stages * streams * ring.slot_bytes

@@ -97,6 +97,18 @@ struct Geometry {
     TK_DEVICE static void sync_team() { tk::sync_named(1 + (kTeams > 1 ? team() : 0), kTeam); }
 };
 
+// How many of a row's last `left` columns are among the thread's, which begin with the first of them.
+template <class G>
+TK_DEVICE int own_columns(int left)
+{
+    int n = 0;
+#pragma unroll
+    for (int v = 0; v < G::kVecs; ++v) {
+        n += tk::max(0, tk::min(G::kVec, left - v * G::kStep));
+    }
+    return n;
+}
+
 // What a kernel keeps in shared memory; the rings of chunks lie behind it.
 template <class G, class Value>
 struct alignas(128) Shared {
@@ -258,6 +270,8 @@ struct Reader {
     {
         return shared.rings() + ((warp() * in.stages + stage) * G::kStreams + stream) * in.slot_bytes;
     }
+    // What the block's shared memory has behind the rings.
+    TK_DEVICE char* room() const { return shared.rings() + G::kThreads / 32 * in.stages * G::kStreams * in.slot_bytes; }
     TK_DEVICE void advance()
     {
         if (++stage == in.stages) {
@@ -486,9 +500,15 @@ struct Reducer {
     template <class Reader>
     TK_DEVICE Value operator()(Value v, const Reader& reader)
     {
+        return across(Op::template lanes<G::kLanes>(v), reader);
+    }
+
+    // v: of the row's part that is the warp's, in each of its lanes.
+    template <class Reader>
+    TK_DEVICE Value across(Value v, const Reader& reader)
+    {
         const bool draws = G::kDraws && reader.in.counter;
         int64_t* drawn = &shared.drawn[(reader.row + 2) % 4];
-        v = Op::template lanes<G::kLanes>(v);
         constexpr int n = G::kWarps * G::kCluster;
         if constexpr (n > 1) {
             Value* slots = shared.partial[turn & 1] + G::team() * G::kWarps;
@@ -507,9 +527,14 @@ struct Reducer {
                     tk::arrive_expect(gathered, n * int(sizeof(Value)) + (draws ? 8 : 0));
                 }
                 if (tk::lane() < G::kCluster) {
-                    tk::Words<sizeof(Value)> words;
-                    memcpy(&words, &v, sizeof(Value));
-                    tk::store_peer(&slots[G::part() * G::kWarps + warp], words, gathered, tk::lane());
+                    constexpr int kPiece = sizeof(Value) < 16 ? int(sizeof(Value)) : 16;
+                    tk::Words<kPiece> words[sizeof(Value) / kPiece], *to;
+                    memcpy(words, &v, sizeof(Value));
+                    to = reinterpret_cast<decltype(to)>(&slots[G::part() * G::kWarps + warp]);
+#pragma unroll
+                    for (int i = 0; i < int(sizeof(Value)) / kPiece; ++i) {
+                        tk::store_peer(to + i, words[i], gathered, tk::lane());
+                    }
                 }
                 if (draws && G::part() == 0 && warp == 0) {
                     tk::Words<8> words;

@@ -60,19 +60,89 @@ from ..testing import Sample, as_tuple, op_cases, row_bench, row_values
 
 # --- config ----------------------------------------------------------------------------------------------------------
 
+# Forward, of whole vectors, for rms norms or not and by the size of the elements: for columns up to these and more than half as
+# many, threads a row, blocks of a cluster and blocks a multiprocessor; 0: they end with their rows; None: and load them without a
+# ring. Measured at these columns but 2048 and 32768, with weight and bias: NVIDIA H200, 2026-12-04,
+# `benchmarks/run.py layer_norm --device --peer torch --peer liger --rounds 8`.
+_FORWARD: dict[tuple[bool, int], list[tuple[int, int, int, int | None]]] = {
+    (False, 2): [
+        (768, 32, 1, 5),
+        (1024, 32, 1, 4),
+        (2048, 64, 1, 8),
+        (4096, 128, 1, 5),
+        (8192, 256, 1, 3),
+        (16384, 256, 1, 2),
+        (32768, 512, 1, 1),
+        (65536, 512, 2, 1),
+    ],
+    (False, 4): [
+        (768, 32, 1, 0),
+        (1024, 32, 1, None),
+        (2048, 128, 1, 6),
+        (4096, 128, 1, 3),
+        (8192, 256, 1, 2),
+        (16384, 512, 1, 1),
+        (32768, 512, 2, 1),
+        (65536, 512, 4, 1),
+    ],
+    (True, 4): [
+        (4096, 256, 1, 3),
+    ],
+}
+
+
+def _forward_config(n: int, size: int, streams: int, max_cluster: int, aligned: bool, rms: bool) -> RowConfig | None:
+    """As any op's rows, but for what was measured otherwise, and for those of which ptxas 13.0 spills some: they are read more than
+    once instead."""
+    vec = 16 // size
+    for columns, team, cluster, blocks in _FORWARD.get((rms, size), ()) if aligned and streams == 1 else ():
+        if columns // 2 < n <= columns and cluster <= max_cluster:
+            vecs = ceil_div(n, team * cluster * vec)
+            teams, chunk = 1 if blocks is None else max(128 // team, 1), chunk_of(vecs, streams, team)
+            return RowConfig(vec, team, teams, cluster, vecs, chunk, blocks or 0, direct=blocks is None)
+    cfg = RowConfig.pick(n, size, size, streams, max_cluster, aligned)
+    if cfg is None:
+        return None
+    held = streams * cfg.vecs * max(cfg.vec * size, 4)  # bytes a thread
+    if cfg.threads == THREADS and held > ((224 if rms else 160) if aligned else 64):
+        return None
+    # Off alignment a thread needs more registers than as many blocks at once would leave it.
+    return cfg if aligned else replace(cfg, blocks_per_sm=min(cfg.blocks_per_sm, 256 // cfg.threads or 1))
+
+
 # Elements of dy and of x that a thread holds backward, beside a sum for weight and one for bias of each, by their size: of
 # whole vectors, and of rows off alignment, whose many loads take registers. With 128 of them a thread nothing is spilled. Not
-# measured: neither these nor, but for short rows of two bytes, the teams and the blocks below.
+# measured, but for the table below.
 _HELD = {True: {2: 16, 4: 16, 8: 8}, False: {2: 8, 4: 8, 8: 8}}
 
 
-def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowConfig | None:
+# The same backward.
+_BACKWARD = {
+    (False, 2): [
+        (768, 32, 1, 3),
+        (1024, 64, 1, 4),
+        (4096, 128, 1, 2),
+        (8192, 256, 2, 2),
+        (16384, 256, 2, 1),
+        (65536, 256, 8, 1),
+    ],
+    (False, 4): [
+        (768, 64, 1, 3),
+        (4096, 256, 2, 2),
+    ],
+}
+_BACKWARD[True, 2] = [*_BACKWARD[False, 2][:-1], (65536, 512, 4, 1)]
+_BACKWARD[True, 4] = _BACKWARD[False, 4]
+
+
+def _backward_config(n: int, size: int, max_cluster: int, aligned: bool, rms: bool) -> RowConfig | None:
     """How bwd holds a row, by blocks that live on; None if it is longer than a cluster's registers."""
     vec = 16 // size if aligned else 2 if size == 2 else 1
-    # layer_norm of two bytes, of the copy: at 768 columns three blocks of four warps, each with a row, 0.94; four with teams of 64
-    # threads 0.84, which at 1024 have 0.91. NVIDIA H200, 2026-12-03.
-    if size == 2 and aligned and 512 < n <= 768:
-        return RowConfig(vec, 32, 4, 1, 3, 3, 3)
+    if aligned:
+        for columns, team, cluster, blocks in _BACKWARD.get((rms, size), ()):
+            if columns // 2 < n <= columns and cluster <= max_cluster:
+                vecs = ceil_div(n, team * cluster * vec)
+                return RowConfig(vec, team, max(128 // team, 1), cluster, vecs, vecs, blocks)
     threads, blocks = (128, 4) if size == 2 and aligned and n <= 1024 else (256, 2)
     for team in (1, 2, 4, 8, 16, 32, 64, 128, 256, THREADS):
         if n <= team * _HELD[aligned][size]:
@@ -86,81 +156,54 @@ def _backward_config(n: int, size: int, max_cluster: int, aligned: bool) -> RowC
     return None
 
 
-# layer_norm forward, of whole vectors, by the size of the elements: columns, threads a row, blocks of a cluster and blocks a
-# multiprocessor, where others than an rms norm's have more. Of the copy, with weight and bias, at the columns that have a number.
-# NVIDIA H200, 2026-12-03, `benchmarks/run.py layer_norm --device --peer torch --peer liger --rounds 8`.
-_LAYER = {
-    2: [
-        (768, 32, 1, 4),  # 0.921
-        (1024, 32, 1, 4),  # 0.926
-        (2048, 64, 1, 8),
-        (4096, 128, 1, 4),  # 0.960
-        (8192, 256, 1, 2),  # 0.950; 128 threads, 6 blocks: 0.933
-        (16384, 256, 1, 3),  # 0.928
-        (32768, 256, 2, 3),
-        (65536, 256, 4, 3),  # 0.815
-    ],
-    4: [
-        (1024, 64, 1, 8),  # 0.936
-        (2048, 128, 1, 6),
-        (4096, 256, 1, 3),  # 0.960
-        (8192, 512, 1, 2),  # 0.962
-        (16384, 512, 1, 1),  # 0.903
-        (32768, 256, 4, 3),
-        (65536, 256, 8, 3),  # 0.863
-    ],
-}
+RELOAD, REGISTERS, SHARED = range(3)  # layer_norm::Hold
 
 
-def _forward_config(n: int, size: int, streams: int, max_cluster: int, aligned: bool, rms: bool) -> RowConfig | None:
-    """As any op's rows, but for what was measured otherwise, and for those of which ptxas 13.0 spills some: they are read more than
-    once instead."""
-    vec = 16 // size
-    for columns, team, cluster, blocks in _LAYER.get(size, ()) if aligned and streams == 1 and not rms else ():
-        if n <= columns and n > columns // 4 and cluster <= max_cluster:
-            vecs = ceil_div(n, team * cluster * vec)
-            chunk = chunk_of(vecs, streams, team)
-            return RowConfig(vec, team, max(128 // team, 1), cluster, vecs, chunk, blocks)
-    cfg = RowConfig.pick(n, size, size, streams, max_cluster, aligned)
-    if cfg is None:
-        return None
-    held = streams * cfg.vecs * max(cfg.vec * size, 4)  # bytes a thread
-    if cfg.threads == THREADS and held > (224 if aligned else 64):
-        return None
-    # Off alignment a thread needs more registers than as many blocks at once would leave it.
-    return cfg if aligned else replace(cfg, blocks_per_sm=min(cfg.blocks_per_sm, 256 // cfg.threads or 1))
+def _hold(c: RowConfig, each: int, streamed: int, aligned: bool, dims: int, device: Device) -> int:
+    """Where a thread keeps parameters, ``each`` bytes a column: only where its block takes row after row, so not without a ring.
+    float32 layer norms of 65536 columns had 0.96 of the copy with shared memory, 0.82 without; rms norms 0.95 with registers. Of
+    1024 columns, by blocks that end with their rows, 0.83 and without 0.98.
 
-
-def _holds(k: RowKernel, each: int, aligned: bool, dims: int) -> bool:
-    """Whether a thread keeps parameters, ``each`` bytes a column: where its block takes row after row and it has the registers. rms
-    norms of 65536 columns had 0.95 of the copy with, 0.82 without; of 1024, by blocks that end with their rows, 0.83 and 0.98."""
-    c = k.cfg
-    threads, held = c.threads * c.blocks_per_sm, c.vecs * c.vec * each
+    Args:
+        streamed: Bytes a column that go through the ring, which must have room for a row.
+    """
+    held = c.vecs * c.vec * each
     # Finding a row among many outer dims takes registers too.
-    return (
-        aligned
-        and dims == 1
-        and k.ring is not None
-        and bool(c.blocks_per_sm)
-        and held <= (128 if threads <= 512 else 64)
-    )
+    if not (aligned and dims == 1 and c.blocks_per_sm and each):
+        return RELOAD
+    if held <= (128 if c.threads * c.blocks_per_sm <= 512 else 64):
+        return REGISTERS
+    room = c.blocks_per_sm * c.threads * c.vecs * c.vec * (each + streamed)
+    return SHARED if room <= device.smem_sm - (16 << 10) else RELOAD
 
 
-def _forward_kernel(layout: Layout, device: Device, rms: bool) -> RowKernel | None:
+def _kernel_of(
+    cfg: RowConfig, layout: Layout, device: Device, each: int, aligned: bool, dealt: bool = False
+) -> tuple[RowKernel, int, int]:
+    """The kernel, where it holds parameters, and how many bytes of shared memory they take."""
+    streams = len(layout.tensors) - 1
+    dims, _ = rows_struct(layout.rows, len(layout.tensors))
+    hold = _hold(cfg, each, streams * layout.tensors[0].itemsize, aligned, dims, device)
+    spared = cfg.threads * cfg.vecs * cfg.vec * each if hold == SHARED else 0
+    ring = RingConfig.pick(cfg, layout, streams, device, aligned, dealt, spared)
+    if ring is None:
+        hold = spared = 0
+    return RowKernel(cfg, ring), hold, spared
+
+
+def _forward_kernel(layout: Layout, device: Device, rms: bool, each: int) -> tuple[RowKernel, int, int] | None:
     size, streams = layout.tensors[0].itemsize, len(layout.tensors) - 1
     aligned = layout.aligned(16 // size)
     cfg = _forward_config(layout.n, size, streams, device.max_cluster, aligned, rms)
-    return None if cfg is None else RowKernel(cfg, RingConfig.pick(cfg, layout, streams, device, aligned))
+    return None if cfg is None else _kernel_of(cfg, layout, device, each, aligned)
 
 
-def _backward_kernel(layout: Layout, device: Device) -> RowKernel | None:
+def _backward_kernel(layout: Layout, device: Device, rms: bool, each: int) -> tuple[RowKernel, int, int] | None:
     size = layout.tensors[0].itemsize
     aligned = layout.aligned(16 // size)
-    cfg = _backward_config(layout.n, size, device.max_cluster, aligned)
-    if cfg is None:
-        return None
+    cfg = _backward_config(layout.n, size, device.max_cluster, aligned, rms)
     # Rows that are drawn would be summed in another order each time.
-    return RowKernel(cfg, RingConfig.pick(cfg, layout, 2, device, aligned, dealt=True))
+    return None if cfg is None else _kernel_of(cfg, layout, device, each, aligned, dealt=True)
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -254,14 +297,14 @@ def _forward(
         kRms=rms,
         kAdd=h is not None,
     )
-    row = _forward_kernel(layout, device_of(x), rms)
-    if row is not None:
+    each = sum(ITEMSIZE[p.dtype] for p in (weight, bias) if p is not None)
+    made = _forward_kernel(layout, device_of(x), rms, each)
+    if made is not None:
+        row, hold, spared = made
         dims_, _ = rows_struct(layout.rows, len(layout.tensors))
-        each = sum(ITEMSIZE[p.dtype] for p in (weight, bias) if p is not None)
-        hold = _holds(row, each, layout.aligned(16 // x.itemsize), dims_)
         kernel = template("layer_norm").kernel("fwd", **types, kHold=hold, **row.params(dims_))
-        value = 2 * ITEMSIZE[acc_of(x.dtype)]
-        launches.append(row.launch(kernel, layout, value, tensors, more, spare_extents=2 - len(inputs)))
+        value = (1 if rms else 4) * ITEMSIZE[acc_of(x.dtype)]
+        launches.append(row.launch(kernel, layout, value, tensors, more, spare_extents=2 - len(inputs), spared=spared))
     else:
         cells, params, launch = _wide_params(layout)
         kernel = template("layer_norm").kernel("fwd_wide", **types, **params)
@@ -310,18 +353,18 @@ def _backward(
     def partials(count: int) -> list[Scratch | None]:
         return [None if out is None else scratch(count * layout.n * size) for out in (dw, db)]
 
-    row = _backward_kernel(layout, device)
-    if row is not None:
+    made = _backward_kernel(layout, device, rms, ITEMSIZE[weight.dtype] if weight else 0)
+    if made is not None:
+        row, hold, spared = made
         c = row.cfg
         # A row of partial sums for each team of each cluster, of a warp's teams one.
         groups = c.threads // max(c.team, 32)
         blocks = c.live_blocks(device) if row.ring is None else row.ring.blocks
         count = min(ceil_div(layout.n_rows, c.teams), max(blocks // c.cluster, 1)) * groups
         partial = partials(count)
-        hold = _holds(row, ITEMSIZE[weight.dtype] if weight else 0, layout.aligned(16 // h.itemsize), n_dims)
         types = dict(**_types(h, weight, zero), kRms=rms, **sums, kHold=hold)
         kernel = template("layer_norm").kernel("bwd", **types, **row.params(n_dims))
-        launches.append(row.launch(kernel, layout, 2 * size, (dx, *partial, *given), blocks=blocks))
+        launches.append(row.launch(kernel, layout, 2 * size, (dx, *partial, *given), blocks=blocks, spared=spared))
     else:
         cells, params, launch = _wide_params(layout)
         sizes = (struct(*fields), i64(layout.n_rows), i64(cells))
@@ -358,6 +401,12 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
     Of the parameters' dtypes the input's and float32, of which a layer norm has both and an rms norm the weight, zero-centred
     or not; of the sums over rows both or neither.
     """
+    once = dict.fromkeys((name, tuple(params.items())) for name, params in _listed(device, dims))
+    return ((name, dict(params)) for name, params in once)
+
+
+def _listed(device: Device, dims: Sequence[int]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same, some of them more than once."""
     lengths = [*range(1, 2048), *range(2048, 16 * THREADS * 64 + 1, 512)]
     for dtype in DTYPES:
         size = ITEMSIZE[dtype]
@@ -373,13 +422,15 @@ def all_kernels(device: Device, dims: Sequence[int] = (1,)) -> Iterator[tuple[st
                     pick = [_forward_config(n, size, streams, device.max_cluster, aligned, rms) for n in lengths]
                     each = ITEMSIZE[parameter]
                     for cfg in filter(None, dict.fromkeys(pick)):
+                        hold = _hold(cfg, each if rms else 2 * each, streams * size, aligned, d, device)
                         for k in (RowKernel(cfg, ring) for ring in rings):
-                            hold = _holds(k, each if rms else 2 * each, aligned, d)
-                            yield "fwd", dict(**forward, kHold=hold, **k.params(d))
-                    pick = [_backward_config(n, size, device.max_cluster, aligned) for n in lengths]
+                            yield "fwd", dict(**forward, kHold=hold if k.ring else RELOAD, **k.params(d))
+                    pick = [_backward_config(n, size, device.max_cluster, aligned, rms) for n in lengths]
                     for cfg in filter(None, dict.fromkeys(pick)):
+                        hold = _hold(cfg, each, 2 * size, aligned, d, device)
                         for k in (RowKernel(cfg, ring) for ring in rings):
-                            yield "bwd", dict(**backward, **sums, kHold=_holds(k, each, aligned, d), **k.params(d))
+                            types = dict(**backward, **sums, kHold=hold if k.ring else RELOAD)
+                            yield "bwd", dict(**types, **k.params(d))
                     vec = 16 // size if aligned else 1
                     yield "fwd_wide", dict(**forward, kVec=vec, kDims=d)
                     if flag:

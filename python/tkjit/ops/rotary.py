@@ -178,19 +178,19 @@ class Config:
         )
         batch, _, tokens, _ = _four(a.query.shape, a.seq_dim, 1)
         counts = [_four(x.shape, a.seq_dim, 1)[1] for x, _ in sides]
-        # 128 bytes on their way a thread, and a table read for four heads; but fill the GPU first.
-        heads = 4
+        # 128 bytes on their way a thread, and a table read for four heads, of pairs in a vector for eight: 0.94 of the copy, where
+        # four have 0.92. But fill the GPU first.
+        heads = 8 if a.interleaved and vec > 1 else 4
         while heads > 1 and (
             heads > max(counts) or batch * tokens * sum(counts) * ceil_div(head_dim, 2 * vec) < 512 * heads * device.sms
         ):
             heads //= 2
-        # Where a head's tokens are neighbours in memory, eight of them before the next heads: pages of DRAM are read in order, and
-        # the heads of a block still share the rows of the tables.
-        strides = _four(a.query.strides, a.seq_dim, 0)
+        # Four tokens before the next heads: where these are neighbours in memory, pages of DRAM are read in order, and the heads of
+        # a block still share the rows of the tables. 1 to 8 differ by 0.01. NVIDIA H200, 2026-12-04, `benchmarks/run.py
+        # rotary_embedding --device --peer torch --peer liger --rounds 8`.
         tile = 1
-        if strides[2] < strides[1]:
-            while tile < 8 and (tokens % (2 * tile) == 0 or tokens >= 64 * tile):
-                tile *= 2
+        while tile < 4 and (tokens % (2 * tile) == 0 or tokens >= 64 * tile):
+            tile *= 2
         return cls(vec, tables, heads, tile)
 
 
@@ -232,6 +232,12 @@ def _integers(t: Spec | None, per_token: bool = False) -> list[Any]:
     return [t, i64(outer), i64(inner), i64(t.dtype == "int64")]
 
 
+def _divider(d: int) -> tuple[int, int]:
+    """(by, shift) with n // d == n * by >> shift for all n < 2^31."""
+    shift = 31 + (d - 1).bit_length()
+    return ceil_div(1 << shift, d), shift
+
+
 def _launch(a: Args, turned: int, sides: Sequence[tuple[Spec, Spec]], device: Device) -> Any:
     c = Config.pick(a, turned, sides, device)
     batch, _, tokens, head_dim = _four(a.query.shape, a.seq_dim, 1)
@@ -256,6 +262,7 @@ def _launch(a: Args, turned: int, sides: Sequence[tuple[Spec, Spec]], device: De
     sizes = (
         a.cos.shape[-2], sequences, batch, tokens, c.tile.bit_length() - 1, n_tiles, chunk_tiles, chunk_batch, n_turned, n_vecs,
         n_turning, n_copying,
+        *_divider(n_turning + n_copying), *_divider(n_groups), *_divider(chunk_tiles),
     )  # fmt: skip
     fields += [*map(i64, sizes), f64(-1.0 if a.back else 1.0)]
     return _kernel(a.query.dtype, a.cos.dtype, a.interleaved, c).launch(
@@ -285,7 +292,7 @@ def all_kernels() -> Iterator[Any]:
                     for in_vectors in (
                         (False, True) if vec > 1 and ITEMSIZE[tables] <= max(4, ITEMSIZE[dtype]) else (False,)
                     ):
-                        for heads in (1, 2, 4):
+                        for heads in (1, 2, 4, 8) if interleaved and vec > 1 else (1, 2, 4):
                             yield _kernel(dtype, tables, interleaved, Config(vec, in_vectors, heads, 1))
                     vec //= 2
 

@@ -45,6 +45,8 @@ TK_DEVICE void fence_device() {}
 
 template <int kNumber>
 TK_DEVICE uint32_t opaque_zero() { return 0; }
+TK_DEVICE void keep(float&) {}
+TK_DEVICE void keep(double&) {}
 
 TK_DEVICE char* shared_memory(int bytes)
 {

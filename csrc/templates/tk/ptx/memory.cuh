@@ -98,6 +98,10 @@ TK_DEVICE uint32_t opaque_zero()
     return (kNumber == 0 ? gridDim.z : gridDim.y) - 1;
 }
 
+// The value stays in its register: the compiler doesn't find it again from what it came of.
+TK_DEVICE void keep(float& v) { asm("" : "+f"(v)); }
+TK_DEVICE void keep(double& v) { asm("" : "+d"(v)); }
+
 // The block's dynamic shared memory, of which the launch gave at least `bytes`.
 extern __shared__ __align__(128) char dynamic_shared[];
 TK_DEVICE char* shared_memory(int) { return dynamic_shared; }
