@@ -276,7 +276,7 @@ fwd(T* dx,                     // (n_rows, n_cols); kGrad
                 sum_w = all.w;
             }
             const auto f = Factors<A>::template of<kSmooth>(all.m + log_s, sum_w, y, g, A(0), terms);
-            A scale = row::MaxSum<A>::rescale(m, all.m) * tk::reciprocal(all.s) * f.k;
+            A scale = row::MaxSum<A>::rescale(m, all.m) * (f.k / all.s);
             if (f.none) {  // not 0 * NaN
                 scale = 0;
 #pragma unroll
