@@ -244,7 +244,7 @@ def markdown(results: dict[str, Any]) -> str:
         others = {n: rate(e, p) for n, p in e["peers"].items() if n not in ("tkjit", "copy") and p["status"] == "ok"}
         best = max(others, key=lambda name: others[name], default=None)
         own = f"{rate(e, e['peers']['tkjit']):.0f}" if e["peers"]["tkjit"]["status"] == "ok" else "-"
-        if all(e.get("ahead", {}).values()):
+        if own != "-" and all(e.get("ahead", {}).values()):
             own = f"**{own}**"
         place = (e["group"], f"{e['x']:g}")
         cells.setdefault(place, {})[e["dtype"], e["direction"]] = own + (
