@@ -186,6 +186,44 @@ def test_what_torch_refuses_is_refused(place: str) -> None:
         AdamW([p]).step()
 
 
+def test_a_gradient_or_state_of_another_shape_is_refused(place: str) -> None:
+    (p,), _ = twins(place, torch.float32, ((6, 4),))
+    a = AdamW([p])
+    p.grad = torch.ones_like(p)
+    p.data = torch.zeros(60, 40, device=place)
+    with pytest.raises(RuntimeError, match=r"shape \(60, 40\) has gradient \(6, 4\)"):
+        a.step()
+    p.grad = torch.ones_like(p)
+    a.state[p].clear()
+    a.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        kept = a.state[p][name]
+        a.state[p][name] = torch.zeros(3, 40, device=place)  # of the same strides
+        with pytest.raises(RuntimeError, match=rf"has {name} \(3, 40\)"):
+            a.step()
+        a.state[p][name] = kept
+    a.step()
+    assert (p < 0).all()
+
+
+def test_conjugated_and_negated_memory(place: str) -> None:
+    made = torch.randn(5, 3, dtype=torch.complex64, device=place)
+    p = made.clone().conj().detach().requires_grad_()
+    p.grad = torch.ones_like(p)
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match="is conjugated"):
+        AdamW([p], 0.1).step()
+    assert p.is_conj() and torch.equal(p, before)
+    ours, theirs = (made.clone().requires_grad_() for _ in range(2))
+    a, b = AdamW([ours], 0.1), torch.optim.AdamW([theirs], 0.1)
+    for _ in range(3):
+        g = torch.randn_like(made)
+        ours.grad, theirs.grad = g.conj(), g.conj().resolve_conj()
+        a.step(), b.step()
+        a.state[ours]["exp_avg"] = (-a.state[ours]["exp_avg"])._neg_view()  # the same numbers
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_checks_find_nothing() -> None:
     with emulating("sm_90a"):
         for state in (None, torch.bfloat16):

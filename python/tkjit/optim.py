@@ -373,8 +373,17 @@ class AdamW(torch.optim.AdamW):
                 raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
             state = self.state[p] or self._new_state(group, p)
             given = (p, g, state["exp_avg"], state["exp_avg_sq"], *((state["max_exp_avg_sq"],) if amsgrad else ()))
+            shape = p.shape
+            if any(t.shape != shape for t in given[1:]):
+                names = ("gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+                wrong = ", ".join(f"{n} {tuple(t.shape)}" for n, t in zip(names, given[1:]) if t.shape != shape)
+                raise RuntimeError(f"AdamW: a parameter of shape {tuple(shape)} has {wrong}")
             if p.is_complex():
-                given = tuple(map(torch.view_as_real, map(torch.resolve_conj, given)))
+                if any(t.is_conj() for t in (p, *given[2:])):  # torch's step too raises, once it has decayed p
+                    raise RuntimeError(
+                        "AdamW: a complex parameter or its state is conjugated; resolve_conj() makes it plain"
+                    )
+                given = tuple(map(torch.view_as_real, (p, g.resolve_conj(), *given[2:])))
             bucket_of = None if tensor_betas else _key(given, state["step"], on_device)
             if bucket_of is None:
                 left.append(p)
@@ -482,7 +491,7 @@ class AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
         adamw(
             params,
-            [p.grad for p in params],
+            [p.grad.resolve_conj() for p in params],
             [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states],
             [s["max_exp_avg_sq"] for s in states] if group["amsgrad"] else [],
@@ -518,7 +527,7 @@ def _key(given: tuple[Tensor, ...], step: Tensor, on_device: bool) -> Any:
         return None
     strides = p.stride()
     for s in states:
-        if type(s) is not Tensor or s.stride() != strides or s.dtype != state_dtype or s.device != device:
+        if type(s) is not Tensor or s.stride() != strides or s.dtype != state_dtype or s.device != device or s.is_neg():
             return None
     if on_device and (step.device != device or step.dtype != torch.float32):
         return None
